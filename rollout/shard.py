@@ -1,0 +1,303 @@
+"""Write one Parquet shard and prove that what was written can be read back.
+
+Layout, by measurement: BYTE_STREAM_SPLIT with zstd-1 for entries and floats, DELTA_BINARY_PACKED
+for offsets, page checksums on, statistics on scalar columns only, row groups closed by raw bytes
+and always under 2**31 flattened elements, where Arrow's 32-bit list offsets end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Final, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rollout.errors import DatasetError
+from rollout.rows import RolloutRow
+from rollout.schema.columns import (
+    FINGERPRINT_KEY,
+    FORMAT_VERSION,
+    LIST_COLUMNS,
+    SCALAR_COLUMNS,
+    SCHEMA,
+    VERSION_KEY,
+)
+from rollout.schema.records import RowGroup
+from rollout.table import build_table
+
+ROW_GROUP_BYTES: Final = 24 * 2**20
+MAX_ELEMENTS: Final = 2**31 - 1
+
+_READ_BYTES: Final = 4 * 2**20
+_PARQUET_MAGIC: Final = b"PAR1"
+_ENCODINGS: Final = {
+    "prompt_token_ids": "BYTE_STREAM_SPLIT",
+    "token_ids": "BYTE_STREAM_SPLIT",
+    "sampled_logprobs": "BYTE_STREAM_SPLIT",
+    "support_offsets": "DELTA_BINARY_PACKED",
+    "support_entries": "BYTE_STREAM_SPLIT",
+    "tail_mass": "BYTE_STREAM_SPLIT",
+    "draw_entries": "BYTE_STREAM_SPLIT",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardInfo:
+    """What a shard holds, for its commit record."""
+
+    size: int
+    """Bytes of the file."""
+    sha256: str
+    rows: int
+    tokens: int
+    """Sampled tokens."""
+    entries: int
+    """Support entries."""
+    max_token_id: int
+    """Largest id in prompts, samples, supports and draws; -1 without rows."""
+    row_groups: tuple[RowGroup, ...]
+
+
+class ShardDigest(Protocol):
+    """What `verify_shard` compares with: a `ShardInfo` or a `CommitRecord`."""
+
+    @property
+    def size(self) -> int: ...  # noqa: D102
+    @property
+    def sha256(self) -> str: ...  # noqa: D102
+    @property
+    def rows(self) -> int: ...  # noqa: D102
+    @property
+    def tokens(self) -> int: ...  # noqa: D102
+    @property
+    def entries(self) -> int: ...  # noqa: D102
+    @property
+    def row_groups(self) -> tuple[RowGroup, ...]: ...  # noqa: D102
+
+
+def write_shard(
+    path: Path,
+    rows: Iterable[RolloutRow],
+    fingerprint: str,
+    *,
+    row_group_bytes: int = ROW_GROUP_BYTES,
+    max_elements: int = MAX_ELEMENTS,
+) -> ShardInfo:
+    """Write rollouts to a local Parquet file, in the order given.
+
+    Support entries are put in canonical order here; draws stay in the order drawn, so that a
+    reader may take the first of them. Rows are consumed one row group at a time.
+
+    Args:
+        path: a local file, overwritten.
+        rows: the rollouts; the samples of a prompt next to each other.
+        fingerprint: the run's, for the key-value metadata.
+        row_group_bytes: raw bytes after which a row group is closed.
+        max_elements: most elements of one list column in one row group.
+
+    Returns:
+        What the file holds, read from the closed file.
+
+    Raises:
+        ValueError: a row can't be written: see `rollout.rows.check_row`, or it alone holds more
+            than `max_elements`.
+    """
+    tokens = entries = num_rows = 0
+    max_token_id = -1
+    with pq.ParquetWriter(
+        path,
+        SCHEMA,
+        compression="zstd",
+        compression_level=1,
+        use_dictionary=False,
+        column_encoding={f"{name}.list.element": how for name, how in _ENCODINGS.items()},
+        write_statistics=list(SCALAR_COLUMNS),
+        write_page_checksum=True,
+    ) as writer:
+        writer.add_key_value_metadata(
+            {VERSION_KEY: str(FORMAT_VERSION), FINGERPRINT_KEY: fingerprint}
+        )
+        for batch in _batches(rows, row_group_bytes, max_elements):
+            table, largest = build_table(batch)
+            writer.write_table(table, row_group_size=len(batch))
+            num_rows += len(batch)
+            tokens += sum(row.token_ids.size for row in batch)
+            entries += sum(
+                row.support_entries.size for row in batch if row.support_entries is not None
+            )
+            max_token_id = max(max_token_id, largest)
+    with path.open("rb") as file:
+        ranges = _row_group_ranges(pq.read_metadata(file))
+        size, sha256, digests = _digest(file, [(start, size) for start, size, _ in ranges])
+    return ShardInfo(
+        size=size,
+        sha256=sha256,
+        rows=num_rows,
+        tokens=tokens,
+        entries=entries,
+        max_token_id=max_token_id,
+        row_groups=tuple(
+            RowGroup(offset=start, size=length, sha256=digest, rows=count)
+            for (start, length, count), digest in zip(ranges, digests, strict=True)
+        ),
+    )
+
+
+def open_shard(source: str | Path | IO[bytes]) -> pq.ParquetFile:
+    """Open a shard so that a damaged page raises instead of giving wrong numbers.
+
+    Args:
+        source: a local path, or a seekable binary file.
+
+    Raises:
+        DatasetError: not a Parquet file, not a shard, or of a newer format.
+    """
+    target = source if not isinstance(source, str) else Path(source)
+    try:
+        shard = pq.ParquetFile(target, page_checksum_verification=True, pre_buffer=True)
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise DatasetError(f"shard: not a readable parquet file: {error}") from error
+    version = (shard.metadata.metadata or {}).get(VERSION_KEY.encode())
+    if version is None:
+        raise DatasetError("shard: a parquet file, but not written by rollout")
+    if int(version) > FORMAT_VERSION:
+        raise DatasetError(
+            f"shard: format version {int(version)}, expected at most {FORMAT_VERSION}: "
+            "install a newer rollout"
+        )
+    return shard
+
+
+def verify_shard(source: Path | IO[bytes], expected: ShardDigest) -> None:
+    """Read a shard back completely and compare it with what its record says.
+
+    Args:
+        source: a local path, or a seekable binary file.
+        expected: the shard's `ShardInfo` or `CommitRecord`.
+
+    Raises:
+        DatasetError: size, digest, footer, a page's checksum, the schema or a count differs.
+    """
+    if isinstance(source, Path):
+        with source.open("rb") as file:
+            verify_shard(file, expected)
+        return
+    shard = open_shard(source)
+    if not shard.schema_arrow.equals(SCHEMA, check_metadata=True):
+        raise DatasetError("shard: its schema is not the one of its format version")
+    ranges = _row_group_ranges(shard.metadata)
+    found = [(start, length, rows) for start, length, rows in ranges]
+    wanted = [(group.offset, group.size, group.rows) for group in expected.row_groups]
+    if found != wanted:
+        raise DatasetError(f"shard: row groups are {found[:3]}..., expected {wanted[:3]}...")
+    rows = tokens = entries = 0
+    for index in range(shard.num_row_groups):
+        try:
+            table = shard.read_row_group(index, use_threads=False)
+        except (pa.ArrowException, OSError) as error:
+            raise DatasetError(f"shard: row group {index} is damaged: {error}") from error
+        rows += table.num_rows
+        tokens += int(np.sum(_lengths(table["token_ids"])))
+        entries += int(np.sum(_lengths(table["support_entries"])))
+    for name, got, want in (
+        ("rows", rows, expected.rows),
+        ("tokens", tokens, expected.tokens),
+        ("support entries", entries, expected.entries),
+    ):
+        if got != want:
+            raise DatasetError(f"shard: holds {got} {name}, expected {want}")
+    size, sha256, digests = _digest(source, [(start, length) for start, length, _ in ranges])
+    if (size, sha256) != (expected.size, expected.sha256):
+        raise DatasetError(
+            f"shard: {size} bytes with sha256 {sha256}, expected {expected.size} with "
+            f"{expected.sha256}"
+        )
+    if digests != [group.sha256 for group in expected.row_groups]:
+        raise DatasetError("shard: a row group's digest differs from its record")
+
+
+def _batches(
+    rows: Iterable[RolloutRow], row_group_bytes: int, max_elements: int
+) -> Iterator[list[RolloutRow]]:
+    """Cut rows into row groups by raw bytes and by the elements of each list column."""
+    batch: list[RolloutRow] = []
+    size = 0
+    elements = dict.fromkeys(LIST_COLUMNS, 0)
+    for row in rows:
+        own = {name: _elements(row, name) for name in LIST_COLUMNS}
+        widest = max(own, key=lambda name: own[name])
+        if own[widest] > max_elements:
+            raise ValueError(
+                f"rollout {row.rollout_id}: {own[widest]} values in {widest}, "
+                f"expected at most {max_elements}: set it aside or lower its max_tokens"
+            )
+        full = size + row.num_bytes > row_group_bytes or any(
+            elements[name] + own[name] > max_elements for name in LIST_COLUMNS
+        )
+        if batch and full:
+            yield batch
+            batch, size = [], 0
+            elements = dict.fromkeys(LIST_COLUMNS, 0)
+        batch.append(row)
+        size += row.num_bytes
+        for name in LIST_COLUMNS:
+            elements[name] += own[name]
+    if batch:
+        yield batch
+
+
+def _elements(row: RolloutRow, name: str) -> int:
+    array = getattr(row, name)
+    return 0 if array is None else int(array.size)
+
+
+def _lengths(column: Any) -> Any:
+    return [
+        int(np.diff(chunk.offsets.to_numpy())[np.asarray(chunk.is_valid())].sum())
+        for chunk in column.chunks
+    ]
+
+
+def _row_group_ranges(metadata: Any) -> list[tuple[int, int, int]]:
+    """First byte, bytes and rows of every row group."""
+    ranges = []
+    for index in range(metadata.num_row_groups):
+        group = metadata.row_group(index)
+        columns = [group.column(number) for number in range(group.num_columns)]
+        start = min(column.data_page_offset for column in columns)
+        end = max(column.data_page_offset + column.total_compressed_size for column in columns)
+        ranges.append((start, end - start, group.num_rows))
+    return ranges
+
+
+def _digest(file: IO[bytes], ranges: list[tuple[int, int]]) -> tuple[int, str, list[str]]:
+    """Size and sha256 of a file, and the sha256 of ranges that rise and do not overlap."""
+    whole = hashlib.sha256()
+    digests = []
+    file.seek(0)
+    position = 0
+
+    def take(length: int, *hashes: Any) -> int:
+        taken = 0
+        while taken < length and (block := file.read(min(_READ_BYTES, length - taken))):
+            for digest in hashes:
+                digest.update(block)
+            taken += len(block)
+        return taken
+
+    for start, length in ranges:
+        part = hashlib.sha256()
+        position += take(start - position, whole)
+        position += take(length, whole, part)
+        digests.append(part.hexdigest())
+    while block := file.read(_READ_BYTES):
+        whole.update(block)
+        position += len(block)
+    return position, whole.hexdigest(), digests

@@ -1,0 +1,65 @@
+"""The tables beside the data as Parquet bytes: the plan, and what was set aside."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rollout.errors import DatasetError
+from rollout.rows import PlanEntry, Rejection
+from rollout.schema.columns import FINGERPRINT_KEY, FORMAT_VERSION, VERSION_KEY
+from rollout.schema.sidecars import PLAN_SCHEMA, REJECTED_SCHEMA
+
+
+def plan_bytes(entries: Sequence[PlanEntry], fingerprint: str) -> bytes:
+    """Serialise a piece of the plan."""
+    return _write(entries, PLAN_SCHEMA, fingerprint)
+
+
+def rejected_bytes(rejections: Sequence[Rejection], fingerprint: str) -> bytes:
+    """Serialise what a part set aside."""
+    return _write(rejections, REJECTED_SCHEMA, fingerprint)
+
+
+def read_plan(data: bytes, name: str) -> list[PlanEntry]:
+    """Parse what `plan_bytes` made.
+
+    Raises:
+        DatasetError: damaged.
+    """
+    return [PlanEntry(**row) for row in _read(data, PLAN_SCHEMA, name)]
+
+
+def read_rejected(data: bytes, name: str) -> list[Rejection]:
+    """Parse what `rejected_bytes` made.
+
+    Raises:
+        DatasetError: damaged.
+    """
+    return [Rejection(**row) for row in _read(data, REJECTED_SCHEMA, name)]
+
+
+def _write(items: Sequence[Any], schema: pa.Schema, fingerprint: str) -> bytes:
+    table = pa.Table.from_pylist([dataclasses.asdict(item) for item in items], schema=schema)
+    sink = pa.BufferOutputStream()
+    with pq.ParquetWriter(
+        sink, schema, compression="zstd", compression_level=1, write_page_checksum=True
+    ) as writer:
+        writer.add_key_value_metadata(
+            {VERSION_KEY: str(FORMAT_VERSION), FINGERPRINT_KEY: fingerprint}
+        )
+        writer.write_table(table)
+    return bytes(sink.getvalue())
+
+
+def _read(data: bytes, schema: pa.Schema, name: str) -> list[dict[str, Any]]:
+    try:
+        with pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True) as file:
+            rows: list[dict[str, Any]] = file.read(columns=schema.names).to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise DatasetError(f"{name}: damaged: {error}") from error
+    return rows

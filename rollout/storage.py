@@ -1,0 +1,482 @@
+"""The only place where files are touched through fsspec: local, memory, or an object store.
+
+What a dataset needs of a storage: whole objects written in one go, a file created only if it does
+not exist, fresh listings, and no renames. Local files are finished under another name and linked
+into place; object stores are asked for a conditional put.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import shutil
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, Final, TypeVar
+
+import fsspec
+import tenacity
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+
+from rollout.errors import DatasetError, OutputError
+from rollout.schema.layout import SCRATCH_FOLDER
+
+_log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+
+RETRY_SECONDS: Final = 300.0
+
+# protocols whose create-only put is decided by the server, not by a look before the write
+_CONDITIONAL_PUT: Final = frozenset({"s3", "s3a", "gs", "gcs"})
+# one lock for all: memory:// is one store per process, and its create looks before it writes
+_MEMORY_LOCK: Final = threading.RLock()
+_STALE_SCRATCH_SECONDS: Final = 3600.0
+# asking again does not help with these
+_FINAL_ERRORS: Final = (
+    FileNotFoundError,
+    FileExistsError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+)
+# errors of a storage's own client, none of them an OSError
+_CLIENT_MODULES: Final = ("botocore", "aiobotocore", "aiohttp", "google", "gcsfs", "azure", "adlfs")
+_EXPIRED: Final = re.compile(r"expired|TokenRefreshRequired", re.IGNORECASE)
+
+
+class Storage:
+    """One folder on any fsspec storage; names are relative to it and use `/`.
+
+    Use `Storage.open`. Options may hold secrets: they are never shown, logged or written.
+    """
+
+    def __init__(self, url: str, options: dict[str, Any], retry_seconds: float) -> None:
+        self._options = options
+        self._retry_seconds = retry_seconds
+        self._full_url = url
+        self._connect(fresh=False)
+        self.url = re.sub(r"//[^/@]*@", "//", url)
+        """Where it is, for messages."""
+
+    @classmethod
+    def open(
+        cls,
+        url: str | Path,
+        options: dict[str, Any] | None = None,
+        *,
+        retry_seconds: float = RETRY_SECONDS,
+    ) -> Storage:
+        """Open a folder; nothing is read or written.
+
+        Args:
+            url: a local path or a URL; brackets, spaces and unicode are plain characters.
+            options: keyword arguments of the fsspec filesystem.
+            retry_seconds: how long a failing call is repeated.
+
+        Raises:
+            OutputError: no such protocol, or its package is not installed.
+        """
+        try:
+            return cls(str(url), dict(options or {}), retry_seconds)
+        except (ImportError, ValueError, TypeError) as error:
+            raise OutputError(f"storage {str(url)!r}: {type(error).__name__}: {error}") from error
+
+    def __repr__(self) -> str:
+        return f"Storage({self.url!r})"
+
+    @property
+    def local_root(self) -> Path | None:
+        """The folder itself, when it is on this machine's file system."""
+        return Path(self._root) if isinstance(self._fs, LocalFileSystem) else None
+
+    @property
+    def exclusive(self) -> bool:
+        """Whether `create_exclusive` holds between processes."""
+        return self.local_root is not None or bool(_CONDITIONAL_PUT & set(self._protocols()))
+
+    def scratch_folder(self) -> Path:
+        """A local folder for unfinished files; on local storage one that can be linked from."""
+        root = self.local_root
+        if root is None:
+            return Path(tempfile.gettempdir())
+        folder = root / SCRATCH_FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def read_bytes(self, name: str) -> bytes:
+        """Read one file whole.
+
+        Raises:
+            FileNotFoundError: there is none.
+            DatasetError: it can't be read.
+        """
+
+        def read() -> bytes:
+            with _MEMORY_LOCK if self._in_memory() else _NO_LOCK:
+                return bytes(self._fs.cat_file(self._path(name)))
+
+        return self._call("read", name, read, DatasetError)
+
+    def local_or_stream(self, name: str) -> str | IO[bytes]:
+        """Give a reader the file's local path, or a stream that fetches only what is asked for.
+
+        Raises:
+            FileNotFoundError: there is none.
+            DatasetError: it can't be opened.
+        """
+        if self.local_root is not None:
+            path = self._path(name)
+            if not os.path.isfile(path):
+                raise FileNotFoundError(path)
+            return path
+        if self._in_memory():
+            # memory:// hands every reader the same object, position included
+            return io.BytesIO(self.read_bytes(name))
+
+        def stream() -> IO[bytes]:
+            file: IO[bytes] = self._fs.open(self._path(name), "rb", cache_type="none")
+            return file
+
+        return self._call("open", name, stream, DatasetError)
+
+    def create_exclusive(self, name: str, data: bytes) -> bool:
+        """Create a file unless there is one; nobody ever sees a part of it.
+
+        On an object store the data should be the caller's alone (hold a random word): a put whose
+        answer got lost is repeated, and is told from another writer's by what the file holds.
+
+        Returns:
+            Whether this call created it.
+
+        Raises:
+            OutputError: it can't be written.
+        """
+        if self.local_root is not None:
+            return self._call("create", name, lambda: self._link_bytes(name, data), OutputError)
+        return self._call("create", name, lambda: self._put_if_absent(name, data), OutputError)
+
+    def write_bytes(self, name: str, data: bytes) -> None:
+        """Write a file in one put, replacing what is there.
+
+        Raises:
+            OutputError: it can't be written.
+        """
+
+        def write() -> None:
+            if self.local_root is None:
+                with _MEMORY_LOCK if self._in_memory() else _NO_LOCK:
+                    self._fs.pipe_file(self._path(name), data)
+                return
+            finished = self._finished(data)
+            target = Path(self._path(name))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            finished.replace(target)
+
+        self._call("write", name, write, OutputError)
+
+    def put_file(self, local: Path, name: str) -> None:
+        """Upload a finished local file in one put, under a name that is in no use.
+
+        On local storage the file is linked when it can be: don't write to it afterwards.
+
+        Raises:
+            OutputError: it can't be written, or arrived with another size.
+        """
+        size = local.stat().st_size
+
+        def put() -> None:
+            if self.local_root is not None:
+                self._link_file(name, local)
+            elif self._in_memory():
+                with _MEMORY_LOCK:
+                    self._fs.pipe_file(self._path(name), local.read_bytes())
+            else:
+                self._fs.put_file(str(local), self._path(name))
+                self._fs.invalidate_cache()
+            if (got := int(self._fs.info(self._path(name))["size"])) != size:
+                raise OSError(f"{got} bytes arrived, expected {size}")
+
+        self._call("write", name, put, OutputError)
+
+    def list(self, folder: str) -> list[str]:
+        """Name the files directly in a folder, sorted; nothing where there is no folder.
+
+        Raises:
+            DatasetError: it can't be listed.
+        """
+
+        def listed() -> list[str]:
+            # another process may have written since the listing was cached
+            self._fs.invalidate_cache()
+            try:
+                found = self._fs.ls(self._path(folder), detail=True)
+            except FileNotFoundError:
+                return []
+            names = (str(item["name"]) for item in found if item["type"] == "file")
+            return sorted(base for name in names if (base := name.rsplit("/", 1)[-1]))
+
+        return self._call("list", folder, listed, DatasetError)
+
+    def exists(self, name: str) -> bool:
+        """Look for a file, past any cache.
+
+        Raises:
+            DatasetError: the storage does not answer.
+        """
+
+        def look() -> bool:
+            self._fs.invalidate_cache()
+            try:
+                self._fs.info(self._path(name))
+            except FileNotFoundError:
+                return False
+            return True
+
+        return self._call("look for", name, look, DatasetError)
+
+    def delete(self, name: str) -> None:
+        """Delete a file; one that is gone already is fine.
+
+        Raises:
+            OutputError: it can't be deleted.
+        """
+
+        def remove() -> None:
+            try:
+                self._fs.rm_file(self._path(name))
+            except FileNotFoundError:
+                return
+            finally:
+                self._fs.invalidate_cache()
+
+        self._call("delete", name, remove, OutputError)
+
+    def probe(self) -> None:
+        """Prove that a dataset can be written here: write, read back, create twice, delete.
+
+        Run it before anything expensive starts; it does not retry.
+
+        Raises:
+            OutputError: the first step that fails, and why.
+        """
+        quick = Storage(self._full_url, self._options, 0.0)
+        name = f"_probe-{uuid.uuid4().hex}"
+        first, second = uuid.uuid4().bytes, uuid.uuid4().bytes
+        try:
+            if not quick.create_exclusive(name, first):
+                raise OutputError(f"output {self.url}: a new file is said to exist")
+            if quick.read_bytes(name) != first:
+                raise OutputError(f"output {self.url}: a file reads back with other bytes")
+            if quick.create_exclusive(name, second) or quick.read_bytes(name) != first:
+                raise OutputError(
+                    f"output {self.url}: creating a file that exists overwrites it: "
+                    "use a storage with conditional writes"
+                )
+            quick.delete(name)
+        except (FileNotFoundError, DatasetError) as error:
+            raise OutputError(f"output {self.url}: can't read what was written: {error}") from error
+        if not self.exclusive and not self._in_memory():
+            _log.warning(
+                "output %s: its storage can't promise exclusive writes, use one process only",
+                self.url,
+            )
+
+    def remove_stale_scratch(self) -> None:
+        """Remove what killed writers left in the scratch folder of a local storage."""
+        root = self.local_root
+        if root is None or not (folder := root / SCRATCH_FOLDER).is_dir():
+            return
+        for path in folder.iterdir():
+            if path.stat().st_mtime < time.time() - _STALE_SCRATCH_SECONDS:
+                path.unlink(missing_ok=True)
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+    def _connect(self, *, fresh: bool) -> None:
+        self._fs, root = fsspec.core.url_to_fs(
+            self._full_url, **self._options, **({"skip_instance_cache": True} if fresh else {})
+        )
+        self._root = root.rstrip("/")
+
+    def _protocols(self) -> tuple[str, ...]:
+        protocol = self._fs.protocol
+        return (protocol,) if isinstance(protocol, str) else tuple(protocol)
+
+    def _in_memory(self) -> bool:
+        return isinstance(self._fs, MemoryFileSystem)
+
+    def _path(self, name: str) -> str:
+        if name.startswith("/") or ".." in name.split("/"):
+            raise ValueError(f"name {name!r}: expected one inside the folder")
+        return f"{self._root}/{name}" if name else self._root
+
+    def _finished(self, data: bytes) -> Path:
+        """A complete scratch file with these bytes, on the disk for good."""
+        path = self.scratch_folder() / f"{uuid.uuid4().hex}.part"
+        with path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        return path
+
+    def _link_bytes(self, name: str, data: bytes) -> bool:
+        finished = self._finished(data)
+        target = Path(self._path(name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            # fails where a file exists, in one step
+            os.link(finished, target)
+        except FileExistsError:
+            return False
+        finally:
+            finished.unlink(missing_ok=True)
+        _sync_folder(target.parent)
+        return True
+
+    def _link_file(self, name: str, local: Path) -> None:
+        target = Path(self._path(name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        copy = local
+        if os.stat(local).st_dev != os.stat(target.parent).st_dev:
+            copy = self.scratch_folder() / f"{uuid.uuid4().hex}.part"
+            shutil.copyfile(local, copy)
+        try:
+            with copy.open("rb") as file:
+                os.fsync(file.fileno())
+            os.link(copy, target)
+        except FileExistsError:
+            if not os.path.samefile(copy, target):
+                raise
+        finally:
+            if copy is not local:
+                copy.unlink(missing_ok=True)
+        _sync_folder(target.parent)
+
+    def _put_if_absent(self, name: str, data: bytes) -> bool:
+        with _MEMORY_LOCK if self._in_memory() else _NO_LOCK:
+            try:
+                self._fs.pipe_file(self._path(name), data, mode="create")
+            except Exception as error:
+                if not _says_exists(error):
+                    raise
+                if self._in_memory():
+                    return False
+                # a put that arrived before its answer got lost finds itself
+                return bool(self._fs.cat_file(self._path(name)) == data)
+            return True
+
+    def _call(
+        self,
+        what: str,
+        name: str,
+        function: Callable[[], _Result],
+        error_class: type[OutputError] | type[DatasetError],
+    ) -> _Result:
+        """Run one storage call, repeat it while that may help, and say what failed."""
+
+        def before_sleep(state: tenacity.RetryCallState) -> None:
+            error = state.outcome.exception() if state.outcome is not None else None
+            _log.warning(
+                "storage %s: can't %s %s, trying again: %s",
+                self.url,
+                what,
+                name,
+                self._reason(error),
+            )
+            if self.local_root is None and not self._in_memory():
+                # picks up credentials that were renewed meanwhile
+                self._connect(fresh=True)
+
+        retrying = tenacity.Retrying(
+            stop=tenacity.stop_after_delay(self._retry_seconds),
+            wait=tenacity.wait_random_exponential(multiplier=0.5, max=15),
+            retry=tenacity.retry_if_exception(_may_pass),
+            before_sleep=before_sleep,
+            reraise=True,
+        )
+        try:
+            return retrying(function)
+        except FileNotFoundError as error:
+            if error_class is DatasetError:
+                raise
+            raise self._failed(what, name, error, error_class) from error
+        except Exception as error:
+            if not _is_storage_error(error):
+                raise
+            raise self._failed(what, name, error, error_class) from error
+
+    def _failed(
+        self,
+        what: str,
+        name: str,
+        error: BaseException,
+        error_class: type[OutputError] | type[DatasetError],
+    ) -> OutputError | DatasetError:
+        return error_class(f"storage {self.url}: can't {what} {name}: {self._reason(error)}")
+
+    def _reason(self, error: BaseException | None) -> str:
+        text = f"{type(error).__name__}: {error}" if error is not None else "unknown"
+        if error is not None and _EXPIRED.search(_code(error) + text):
+            text = f"credentials expired: {text}"
+        for value in _strings(self._options):
+            text = text.replace(value, "***")
+        return text
+
+
+class _NoLock:
+    """Stands where a lock is needed for one kind of storage only."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+_NO_LOCK: Final = _NoLock()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _strings(value: Any) -> list[str]:
+    """Every longer string in nested options: each may be a secret."""
+    if isinstance(value, str):
+        return [value] if len(value) >= 6 else []
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [text for item in value for text in _strings(item)] if isinstance(value, list) else []
+
+
+def _code(error: BaseException) -> str:
+    """The error code of an object store's answer, where there is one."""
+    chain: list[BaseException | None] = [error, error.__cause__, error.__context__]
+    for link in chain:
+        response = getattr(link, "response", None)
+        if isinstance(response, dict):
+            return str(response.get("Error", {}).get("Code", ""))
+    return ""
+
+
+def _says_exists(error: BaseException) -> bool:
+    return isinstance(error, FileExistsError) or _code(error) in ("PreconditionFailed", "412")
+
+
+def _is_storage_error(error: BaseException) -> bool:
+    return isinstance(error, OSError) or type(error).__module__.startswith(_CLIENT_MODULES)
+
+
+def _may_pass(error: BaseException) -> bool:
+    if _EXPIRED.search(_code(error)):
+        return True
+    return _is_storage_error(error) and not isinstance(error, _FINAL_ERRORS)

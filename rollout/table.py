@@ -1,0 +1,161 @@
+"""Turn rollouts into one Arrow table by concatenating their numpy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from rollout.rows import RolloutRow
+from rollout.schema.columns import SCHEMA
+from rollout.schema.entries import canonical_order, invalid_entries
+
+_Array = NDArray[Any]
+
+
+def build_table(rows: Sequence[RolloutRow]) -> tuple[pa.Table, int]:
+    """Build the table of one row group.
+
+    Support entries come out in canonical order, and -0.0 in sampled logprobs as +0.0.
+
+    Args:
+        rows: at least one rollout, under 2**31 elements in every list column.
+
+    Returns:
+        The table, and the largest token id in it.
+
+    Raises:
+        ValueError: a length, kind or value that may not reach a file.
+    """
+    _check_lengths(rows)
+    supports = [row.support_entries for row in rows]
+    entries = _sorted_entries(rows)
+    sampled = _flat([row.sampled_logprobs for row in rows], np.float32)
+    if not (np.isfinite(sampled) & (sampled <= 0)).all():
+        raise ValueError("sampled_logprobs: NaN, infinite or positive, expected finite and <= 0")
+    draws = _flat([row.draw_entries for row in rows], np.uint64)
+    for name, packed in (("support_entries", entries), ("draw_entries", draws)):
+        if invalid := invalid_entries(packed):
+            raise ValueError(f"{name}: {invalid} hold NaN, -0.0, a positive logprob or a bad id")
+    prompts = _flat([row.prompt_token_ids for row in rows], np.int32)
+    tokens = _flat([row.token_ids for row in rows], np.int32)
+    # a kept support has no tail, so its zeros need not be handed in
+    tails = [
+        np.zeros(row.token_ids.size, np.float32)
+        if row.tail_mass is None and row.support_kind == "kept"
+        else row.tail_mass
+        for row in rows
+    ]
+    lists: dict[str, tuple[Sequence[_Array | None], _Array]] = {
+        "prompt_token_ids": ([row.prompt_token_ids for row in rows], prompts),
+        "token_ids": ([row.token_ids for row in rows], tokens),
+        "sampled_logprobs": (
+            [row.sampled_logprobs for row in rows],
+            sampled + np.float32(0),
+        ),
+        "support_offsets": (
+            [row.support_offsets for row in rows],
+            _flat([row.support_offsets for row in rows], np.int64),
+        ),
+        "support_entries": (supports, entries),
+        "tail_mass": (tails, _flat(tails, np.float32)),
+        "draw_entries": ([row.draw_entries for row in rows], draws),
+    }
+    counted = {
+        "num_prompt_tokens": [row.prompt_token_ids.size for row in rows],
+        "num_tokens": [row.token_ids.size for row in rows],
+        "num_support_entries": [0 if part is None else part.size for part in supports],
+    }
+    columns = []
+    for field in SCHEMA:
+        if field.name in lists:
+            columns.append(_list_array(field.type, *lists[field.name]))
+        elif field.name in counted:
+            columns.append(pa.array(counted[field.name], field.type))
+        else:
+            columns.append(pa.array([getattr(row, field.name) for row in rows], field.type))
+    largest = max(
+        (_largest(prompts), _largest(tokens), _largest_packed(entries), _largest_packed(draws))
+    )
+    return pa.Table.from_arrays(columns, schema=SCHEMA), largest
+
+
+def _check_lengths(rows: Sequence[RolloutRow]) -> None:
+    for row in rows:
+        tokens = row.token_ids.size
+        support = (row.support_offsets is None, row.support_entries is None)
+        none = row.support_kind == "none"
+        if row.sampled_logprobs.size != tokens or support != (none, none):
+            raise ValueError(
+                f"rollout {row.rollout_id}: support_kind {row.support_kind}, {tokens} tokens and "
+                f"{row.sampled_logprobs.size} logprobs don't fit its support"
+            )
+        if row.support_offsets is not None and row.support_offsets.size != tokens + 1:
+            raise ValueError(
+                f"rollout {row.rollout_id}: {row.support_offsets.size} support_offsets, "
+                f"expected {tokens + 1}"
+            )
+        if row.draw_entries is not None and row.draw_entries.size % max(tokens, 1):
+            raise ValueError(
+                f"rollout {row.rollout_id}: {row.draw_entries.size} draws for {tokens} tokens"
+            )
+        if (row.tail_mass is None) != none and row.support_kind != "kept":
+            raise ValueError(f"rollout {row.rollout_id}: tail_mass goes with support_kind top")
+
+
+def _flat(parts: Sequence[_Array | None], dtype: type) -> _Array:
+    arrays = [part for part in parts if part is not None]
+    for array in arrays:
+        if array.dtype != dtype:
+            raise ValueError(f"got an array of {array.dtype}, expected {dtype.__name__}")
+    return np.concatenate(arrays) if arrays else np.empty(0, dtype)
+
+
+def _sorted_entries(rows: Sequence[RolloutRow]) -> NDArray[np.uint64]:
+    """All support entries in one array, each token's in canonical order."""
+    entries = _flat([row.support_entries for row in rows], np.uint64)
+    if entries.size == 0:
+        return entries
+    offsets = [np.zeros(1, np.int64)]
+    base = 0
+    for row in rows:
+        if row.support_offsets is None or row.support_entries is None:
+            continue
+        own = row.support_offsets
+        if own[0] != 0 or own[-1] != row.support_entries.size or (np.diff(own) < 0).any():
+            raise ValueError(
+                f"rollout {row.rollout_id}: support_offsets must rise from 0 to "
+                f"{row.support_entries.size}"
+            )
+        offsets.append(own[1:] + base)
+        base += row.support_entries.size
+    return canonical_order(entries, np.concatenate(offsets))
+
+
+def _list_array(type_: pa.DataType, parts: Sequence[_Array | None], values: _Array) -> pa.Array:
+    lengths = np.fromiter((0 if part is None else part.size for part in parts), np.int64)
+    offsets = np.zeros(len(parts) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    present = np.fromiter((part is not None for part in parts), bool)
+    nulls = int(present.size - np.count_nonzero(present))
+    validity = pa.py_buffer(np.packbits(present, bitorder="little")) if nulls else None
+    child = pa.Array.from_buffers(
+        type_.value_type, values.size, [None, pa.py_buffer(np.ascontiguousarray(values))]
+    )
+    return pa.Array.from_buffers(
+        type_, len(parts), [validity, pa.py_buffer(offsets)], nulls, children=[child]
+    )
+
+
+def _largest(ids: NDArray[np.int32]) -> int:
+    if ids.size and int(ids.min()) < 0:
+        raise ValueError(f"token ids: got {int(ids.min())}, expected at least 0")
+    return int(ids.max()) if ids.size else -1
+
+
+def _largest_packed(entries: NDArray[np.uint64]) -> int:
+    # the low halves, without a copy
+    return int(entries.view("<u4")[::2].max()) if entries.size else -1

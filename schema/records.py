@@ -1,0 +1,169 @@
+"""The JSON records of a dataset, as dataclasses: what made it, and what each part covers."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rollout.schema.columns import FORMAT_VERSION
+
+Json = Any
+_Record = TypeVar("_Record")
+
+
+class RecordError(ValueError):
+    """Raised when a record can't be understood: damaged, incomplete, or of a newer format."""
+
+
+def canonical_json(value: Json) -> bytes:
+    """Serialise a value so that equal values give equal bytes.
+
+    Raises:
+        ValueError: the value holds NaN, an infinity or something that JSON has no form for.
+    """
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+    ).encode()
+
+
+def fingerprint_of(inputs: dict[str, Json]) -> str:
+    """Digest what changes a rollout's distribution: sha256 of the canonical JSON, in hex."""
+    return hashlib.sha256(canonical_json(inputs)).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DatasetRecord:
+    """`_dataset.json`: the format's version and everything that made the data."""
+
+    format_version: int = FORMAT_VERSION
+    fingerprint: str
+    """sha256 of the canonical JSON of `fingerprint_inputs`."""
+    fingerprint_inputs: dict[str, Json]
+    """What changes a rollout's distribution."""
+    provenance: dict[str, Json]
+    """What else a person wants to know: versions, machine, job file."""
+
+    def to_json(self) -> bytes:
+        """Serialise, for people to read too."""
+        return _dump(dataclasses.asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, data: bytes) -> DatasetRecord:
+        """Parse what `to_json` wrote.
+
+        Raises:
+            RecordError: damaged, incomplete, or of a newer format.
+        """
+        return _build(cls, _load(data))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowGroup:
+    """One row group's bytes in its shard."""
+
+    offset: int
+    """First byte."""
+    size: int
+    """Bytes."""
+    sha256: str
+    rows: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupRange:
+    """Where a prompt's rollouts stand in their shard."""
+
+    group_id: str
+    first_row: int
+    num_rows: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommitRecord:
+    """`_commit/<unit>-<part>.json`: the only thing that makes a part count."""
+
+    format_version: int = FORMAT_VERSION
+    unit: str
+    part: int
+    """Counts up from 0 within the unit, with no holes."""
+    attempt: str
+    """The random word in the names of this part's files."""
+    file: str | None
+    """The shard, relative to the dataset's root; None when the part holds rejections only."""
+    size: int
+    """Bytes of the shard."""
+    sha256: str
+    """Of the shard, in hex; empty without one."""
+    rows: int
+    tokens: int
+    """Sampled tokens."""
+    entries: int
+    """Support entries."""
+    max_token_id: int
+    """Largest id in prompts, samples, supports and draws; -1 without rows."""
+    keys: tuple[tuple[str, int], ...]
+    """The (prompt_key, sample_index) of every row, in the shard's order."""
+    row_groups: tuple[RowGroup, ...]
+    groups: tuple[GroupRange, ...]
+    rejected_file: str | None
+    """The table of what was set aside, relative to the dataset's root."""
+    rejected_rows: int
+    rejected_keys: tuple[tuple[str, int | None], ...]
+    """The (prompt_key, sample_index) of every rejected row; None for a whole prompt."""
+    created_at: str
+    """UTC, ISO 8601."""
+
+    def to_json(self) -> bytes:
+        """Serialise on one line."""
+        return _dump(dataclasses.asdict(self), indent=None)
+
+    @classmethod
+    def from_json(cls, data: bytes) -> CommitRecord:
+        """Parse what `to_json` wrote.
+
+        Raises:
+            RecordError: damaged, incomplete, or of a newer format.
+        """
+        raw = _load(data)
+        try:
+            raw["keys"] = tuple((str(key), int(index)) for key, index in raw["keys"])
+            raw["rejected_keys"] = tuple(
+                (str(key), None if index is None else int(index))
+                for key, index in raw["rejected_keys"]
+            )
+            raw["row_groups"] = tuple(_build(RowGroup, item) for item in raw["row_groups"])
+            raw["groups"] = tuple(_build(GroupRange, item) for item in raw["groups"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise RecordError(f"commit record: {type(error).__name__} {error}") from error
+        return _build(cls, raw)
+
+
+def _dump(value: Json, *, indent: int | None) -> bytes:
+    return (json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent) + "\n").encode()
+
+
+def _load(data: bytes) -> dict[str, Json]:
+    try:
+        raw = json.loads(data)
+    except ValueError as error:
+        raise RecordError(f"not JSON: {error}") from error
+    if not isinstance(raw, dict) or not isinstance(raw.get("format_version"), int):
+        raise RecordError("no `format_version` in it")
+    if raw["format_version"] > FORMAT_VERSION:
+        raise RecordError(
+            f"format version {raw['format_version']}, expected at most {FORMAT_VERSION}: "
+            "install a newer rollout"
+        )
+    return raw
+
+
+def _build(cls: type[_Record], raw: dict[str, Json]) -> _Record:
+    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    missing = [name for name in names if name not in raw]
+    if missing:
+        raise RecordError(f"{cls.__name__}: no `{missing[0]}` in it")
+    # unknown keys of the same format version are ignored: a later release may add one
+    return cls(**{name: raw[name] for name in names})
