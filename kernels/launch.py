@@ -1,0 +1,170 @@
+"""Block sizes, working memory and the choice between Triton and the reference.
+
+Configurations are fixed, not searched: a search in a serving engine would time kernels while
+requests wait. Each says where it was measured.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Impl = Literal["triton", "reference"]
+
+GROUP = 32
+"""Consecutive ids that share one word of the mask, one maximum and one sum: the bits of an
+int32."""
+
+CHUNK = 8192
+"""Consecutive ids that one program of the first pass reads."""
+
+MAX_TOP = 1024
+"""The widest head of a TOP row: one program holds `top * GROUP` candidates."""
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    """Divide, rounding up.
+
+    Args:
+        numerator: not negative.
+        denominator: positive.
+
+    Returns:
+        The smallest integer not below the quotient.
+    """
+    return -(-numerator // denominator)
+
+
+def next_power_of_2(value: int) -> int:
+    """Round up to a power of two.
+
+    Args:
+        value: positive.
+
+    Returns:
+        The smallest power of two not below `value`.
+    """
+    return 1 << (value - 1).bit_length()
+
+
+def choose_impl(tensor: torch.Tensor, impl: Impl | None) -> Impl:
+    """Choose Triton on CUDA or under TRITON_INTERPRET=1, else the reference.
+
+    Args:
+        tensor: the tensor whose device decides.
+        impl: overrides the choice, for tests.
+
+    Returns:
+        The implementation to run.
+    """
+    if impl is not None:
+        return impl
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return "triton" if tensor.is_cuda or interpreted else "reference"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CaptureScratch:
+    """What the capture kernels hand to each other within a step.
+
+    C chunks of `CHUNK` ids cover the vocabulary; each has `CHUNK // GROUP` groups. Nothing in it
+    outlives a step.
+    """
+
+    chunk_max: torch.Tensor
+    """[R, C] float32, the largest logit."""
+    chunk_sum: torch.Tensor
+    """[R, C] float32, the sum of exp(logit - chunk_max)."""
+    chunk_count: torch.Tensor
+    """[R, C] int32, kept ids."""
+    mask_words: torch.Tensor
+    """[R, C * groups] int32, bit b of word g is set if id g * GROUP + b is kept."""
+    group_max: torch.Tensor
+    """[R, C * groups] float32 if a head is recorded, else [1, 1]."""
+    group_sum: torch.Tensor
+    """[R, C * groups] float32 if a head or draws are recorded, else [1, 1]; relative to
+    chunk_max."""
+    row_max: torch.Tensor
+    """[R] float32, the largest logit."""
+    row_log_sum: torch.Tensor
+    """[R] float32, the log of the sum of exp(logit - row_max)."""
+    head_groups: torch.Tensor
+    """[R, top] int32, the groups that hold the head."""
+
+    @classmethod
+    def allocate(
+        cls, *, max_rows: int, vocab_size: int, top: int, draws: int, device: torch.device
+    ) -> CaptureScratch:
+        """Allocate working memory for steps of up to `max_rows` rows.
+
+        Args:
+            max_rows: the most rows R of a step.
+            vocab_size: the widest logits row.
+            top: ids recorded of a TOP row.
+            draws: independent samples of every row.
+            device: where the logits are.
+
+        Returns:
+            Working memory that is zero throughout.
+
+        Raises:
+            ValueError: `top` is out of range.
+        """
+        if not 0 <= top <= MAX_TOP:
+            raise ValueError(f"top {top}: expected 0 to {MAX_TOP}")
+        chunks = ceil_div(vocab_size, CHUNK)
+        groups = chunks * (CHUNK // GROUP)
+        wide = (max_rows, groups)
+        none = (1, 1)
+
+        def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            chunk_max=zeros((max_rows, chunks), torch.float32),
+            chunk_sum=zeros((max_rows, chunks), torch.float32),
+            chunk_count=zeros((max_rows, chunks), torch.int32),
+            mask_words=zeros(wide, torch.int32),
+            group_max=zeros(wide if top else none, torch.float32),
+            group_sum=zeros(wide if top or draws else none, torch.float32),
+            row_max=zeros((max_rows,), torch.float32),
+            row_log_sum=zeros((max_rows,), torch.float32),
+            head_groups=zeros((max_rows, max(top, 1)), torch.int32),
+        )
+
+    def check(self, *, vocab_size: int, top: int) -> None:
+        """Refuse a step that this working memory is too small for.
+
+        Args:
+            vocab_size: the width of the step's logits.
+            top: ids recorded of a TOP row.
+
+        Raises:
+            ValueError: it is too small.
+        """
+        groups = self.mask_words.shape[1]
+        if vocab_size > groups * GROUP:
+            raise ValueError(
+                f"logits: {vocab_size} ids, expected at most {groups * GROUP} as `out` has"
+            )
+        if (top > 0 and self.group_max.shape[1] != groups) or top > self.head_groups.shape[1]:
+            raise ValueError(f"top: got {top}, more than `out` was allocated for")
+
+    @property
+    def num_bytes(self) -> int:
+        """Device bytes of the working memory."""
+        tensors = (
+            self.chunk_max,
+            self.chunk_sum,
+            self.chunk_count,
+            self.mask_words,
+            self.group_max,
+            self.group_sum,
+            self.row_max,
+            self.row_log_sum,
+            self.head_groups,
+        )
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
