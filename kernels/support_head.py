@@ -15,7 +15,16 @@ cost nothing; so do empty rows.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.autograd.function import once_differentiable
+
+from rollout.kernels.head_config import hot_block
+from rollout.kernels.hot_ids import HotIds, IdOrder, hot_grads, hot_logits, sort_by_id
+from rollout.kernels.launch import Impl, choose_impl
+from rollout.kernels.support_head_bwd import logit_grads, segment_sum
+from rollout.kernels.support_head_fwd import entry_keys, row_softmax, sampled_product
 
 # N rows, E entries of all rows, V vocabulary, H hidden size
 
@@ -29,6 +38,7 @@ def support_logprobs(
     inverse_temperature: torch.Tensor,  # [N]
     *,
     check_targets: bool | None = None,
+    impl: Impl | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each row's log-probability of its target and of every id in its support.
 
@@ -45,6 +55,7 @@ def support_logprobs(
         check_targets: raise when a target is missing from its support. Unset, it is done on the CPU
             only, because on CUDA it waits for the device; there a missing target makes its own
             log-probability NaN, and `missing_targets` finds the rows without a wait.
+        impl: for tests; the device decides when unset.
 
     Returns:
         target_logprobs: [N] fp32 (fp64 for fp64 input), in nats; 0 in rows with an empty support.
@@ -59,9 +70,11 @@ def support_logprobs(
         check_targets = hidden.device.type == "cpu"
     if check_targets:
         _raise_missing(support_ids, support_offsets, target_ids)
-    return support_logprobs_reference(
-        hidden, weight, support_ids, support_offsets, target_ids, inverse_temperature
-    )
+    arguments = hidden, weight, support_ids, support_offsets, target_ids, inverse_temperature
+    if choose_impl(hidden, impl) == "reference":
+        return support_logprobs_reference(*arguments)
+    targets, logprobs = _SupportLogprobs.apply(*arguments)
+    return targets, logprobs
 
 
 def support_logprobs_reference(
@@ -237,3 +250,121 @@ def _check_values(support_ids: torch.Tensor, support_offsets: torch.Tensor, voca
         low, high = int(support_ids.min()), int(support_ids.max())
         if low < 0 or high >= vocab:
             raise ValueError(f"support_ids span [{low}, {high}], expected ids in [0, {vocab})")
+
+
+class _SupportLogprobs(torch.autograd.Function):
+    """The Triton path of `support_logprobs`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        support_ids: torch.Tensor,
+        support_offsets: torch.Tensor,
+        target_ids: torch.Tensor,
+        inverse_temperature: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the log-probabilities; keep O(E) integers for the backward."""
+        hidden, weight = _unit_stride(hidden), _unit_stride(weight)
+        (num_rows, width), vocab = hidden.shape, weight.shape[0]
+        support_ids, support_offsets = support_ids.contiguous(), support_offsets.contiguous()
+        scale = inverse_temperature.float().contiguous()
+        rows, keys, positions = entry_keys(
+            support_ids, support_offsets, target_ids.contiguous(), vocab
+        )
+        logprobs = torch.empty(keys.shape[0], dtype=torch.float32, device=hidden.device)
+        order: IdOrder | None = None
+        hot: HotIds | None = None
+        block = hot_block(num_rows, keys.shape[0], vocab, width, weight.dtype)
+        if block and ctx.needs_input_grad[1]:
+            order = sort_by_id(keys, vocab)
+            hot = hot_logits(
+                hidden, weight, keys, rows, support_offsets, scale, logprobs, order, block
+            )
+            sampled_product(
+                hidden,
+                weight,
+                keys,
+                rows,
+                scale,
+                logprobs,
+                entries=hot.cold_entries,
+                num_listed=hot.cold_offsets[-1:],
+            )
+        else:
+            sampled_product(hidden, weight, keys, rows, scale, logprobs)
+        targets = row_softmax(logprobs, support_offsets, positions)
+        ctx.save_for_backward(
+            hidden, weight, support_offsets, scale, rows, keys, positions, logprobs
+        )
+        ctx.order, ctx.hot = order, hot
+        ctx.set_materialize_grads(False)
+        return targets, logprobs
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_targets: torch.Tensor | None, grad_entries: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Sum weighted weight rows over rows, and weighted hidden states over ids."""
+        grad_hidden: torch.Tensor | None = None
+        grad_weight: torch.Tensor | None = None
+        if grad_targets is None and grad_entries is None:
+            return None, None, None, None, None, None
+        hidden, weight, offsets, scale, rows, keys, positions, logprobs = ctx.saved_tensors
+        coefficients = logit_grads(
+            logprobs,
+            None if grad_entries is None else grad_entries.contiguous(),
+            None if grad_targets is None else grad_targets.contiguous(),
+            offsets,
+            positions,
+            scale,
+        )
+        hot: HotIds | None = ctx.hot
+        order: IdOrder | None = ctx.order
+        base: torch.Tensor | None = None
+        hot_rows: torch.Tensor | None = None
+        if hot is not None and order is not None:
+            base, hot_rows = hot_grads(
+                hidden,
+                weight,
+                coefficients,
+                rows,
+                order,
+                hot,
+                needs_hidden=ctx.needs_input_grad[0],
+            )
+        if ctx.needs_input_grad[0]:
+            grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+            segment_sum(
+                weight,
+                keys,
+                coefficients,
+                offsets if hot is None else hot.cold_offsets,
+                grad_hidden,
+                num_rows=hidden.shape[0],
+                order=None if hot is None else hot.cold_entries,
+                base=base,
+            )
+        if ctx.needs_input_grad[1]:
+            order = sort_by_id(keys, weight.shape[0]) if order is None else order
+            grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+            segment_sum(
+                hidden,
+                rows,
+                coefficients,
+                order.offsets,
+                grad_weight,
+                num_rows=hidden.shape[0],
+                order=order.entries,
+                skip=None if hot is None else hot.slots,
+            )
+            if hot is not None and hot_rows is not None:
+                grad_weight[hot.ids] = hot_rows
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+def _unit_stride(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the matrix itself if its rows are contiguous, else a contiguous copy."""
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()

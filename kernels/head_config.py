@@ -1,0 +1,67 @@
+"""Block sizes of the head kernels, and which path a batch of a given shape takes.
+
+Everything here is a function of shapes known on the host, so that no launch waits for the device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+DOT_TILE = 32
+"""Entries of one program of the sampled product."""
+
+DOT_WARPS = 4
+"""Warps of one program of the sampled product."""
+
+SUM_UNROLL = 4
+"""Gathered rows that one program of the segment sums has in flight."""
+
+SUM_WARPS = 4
+"""Warps of one program of the segment sums."""
+
+MIN_SUM_TILE = 256
+"""Entries of a segment that one program sums, at least."""
+
+ENTRY_BLOCK = 1024
+"""Entries of one program of the elementwise kernels."""
+
+MIN_HOT_MEAN = 48
+"""Mean support from which a dense block of hot ids pays for its sort and its products."""
+
+HOT_BLOCK = 2048
+"""Ids of the dense block, at most."""
+
+
+def hot_block(num_rows: int, num_entries: int, vocab: int, width: int, dtype: torch.dtype) -> int:
+    """Return the ids of the dense block for a batch of this shape; 0 for none.
+
+    The block never holds more than H ids, so that its [N, block] matrices fit N * H elements.
+    Only 16-bit weights have one: fp32 products run off the tensor cores.
+    """
+    if dtype not in (torch.bfloat16, torch.float16) or num_entries < MIN_HOT_MEAN * num_rows:
+        return 0
+    return min(HOT_BLOCK, width, vocab)
+
+
+def row_block(num_rows: int, num_entries: int) -> tuple[int, int]:
+    """Return the block and the warps of a kernel with one program a row."""
+    mean = num_entries / max(1, num_rows)
+    if mean <= 32:
+        return 128, 1
+    return (512, 4) if mean <= 1024 else (4096, 8)
+
+
+def width_block(width: int, limit: int) -> int:
+    """Return the columns of one block: a power of two up to `limit` that wastes few lanes."""
+    block = limit
+    while block > 128 and width % block:
+        block //= 2
+    if width % block and width < limit:
+        return max(16, 1 << (width - 1).bit_length())
+    return block
+
+
+def sum_tile(num_rows: int, num_entries: int) -> int:
+    """Return the entries that one program sums, such that partial sums fit N rows."""
+    mean = max(1, num_entries // max(1, num_rows))
+    return max(MIN_SUM_TILE, 1 << mean.bit_length())
