@@ -1,0 +1,260 @@
+"""Which tokens and entries a loss can use, chosen before any exponential is taken.
+
+An impossible row is left out by selection and counted: its values are replaced by safe ones
+(log p = log q = 0) first, so that neither the loss nor a gradient ever sees them. Multiplying by a
+zero mask instead would give 0 * inf = NaN.
+"""
+
+# N scored tokens, E support entries of all rows
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rollout.loss_types import LossConfig, LossInputs
+
+# e^-1000 is never drawn: below it stands a sentinel such as -9999, which exp() would turn into 0
+MIN_SAMPLED_LOG_Q = -1000.0
+# a mask value such as -1e9 or -1e30; a real logit over the smallest temperature stays far above
+MIN_LOG_P = -1e6
+# what rounding may add to a log-softmax of 0; p may come from bf16 logits
+MAX_LOG_Q = 1e-3
+MAX_LOG_P = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LossRows:
+    """Inputs in one working dtype (float32 or float64), safe where unusable."""
+
+    usable: Tensor
+    """[N] bool, tokens that count in the loss."""
+    normalised: Tensor
+    """[N] bool, usable tokens whose log p is normalised."""
+    scored: Tensor
+    """[N] bool, the loss mask."""
+    nonfinite: Tensor
+    """[N] bool, scored tokens with an impossible value."""
+    unsupported: Tensor
+    """[N] bool, scored tokens without a support that the loss can use, values otherwise fine."""
+    log_p: Tensor
+    """[N] differentiable, 0 where unusable."""
+    log_q: Tensor
+    """[N] 0 where unusable."""
+    scale: Tensor
+    """[N] advantage times advantage_scale times weight, 0 where unusable."""
+    weight: Tensor
+    """[N] loss weight, 0 where unusable."""
+    entry_row: Tensor
+    """[E] int64, the row of each entry."""
+    entry_usable: Tensor
+    """[E] bool, entries of usable rows that are no padding."""
+    entry_log_p: Tensor
+    """[E] differentiable, 0 where unusable."""
+    entry_log_q: Tensor
+    """[E] 0 where unusable."""
+    is_samples: Tensor
+    """[N] bool, rows whose entries are draws."""
+    num_entries: Tensor
+    """[N] int64, entries of each row that are no padding."""
+    sampler_tail: Tensor
+    """[N] probability outside the entries under q, 0 where unusable."""
+    trainer_tail: Tensor
+    """[N] the same under p, 0 where unusable or not given."""
+
+    def per_entry(self, values: Tensor) -> Tensor:
+        """Return a value per row [N] as a value per entry [E]."""
+        return values[self.entry_row]
+
+    def row_sums(self, values: Tensor) -> Tensor:
+        """Return sums [N] of values per entry [E]; differentiable."""
+        zeros = values.new_zeros(self.usable.shape[0])
+        return zeros.index_add(0, self.entry_row, values)
+
+
+def select_rows(inputs: LossInputs, config: LossConfig) -> LossRows:
+    """Sort out usable tokens and entries.
+
+    Args:
+        inputs: one micro-batch.
+        config: says which kinds of support every term needs.
+
+    Returns:
+        The working view of the inputs.
+
+    Raises:
+        ValueError: with `check_values`, a sampled id is not exactly once in its exact support, a
+            row's support is of another kind than the config needs, or offsets are not those of E
+            entries.
+    """
+    log_p, log_q = working(inputs.trainer_logprobs), working(inputs.sampler_logprobs)
+    support_log_p = working(inputs.trainer_support_logprobs)
+    support_log_q = working(inputs.sampler_support_logprobs)
+    dtype = torch.promote_types(
+        torch.promote_types(log_p.dtype, log_q.dtype),
+        torch.promote_types(support_log_p.dtype, support_log_q.dtype),
+    )
+    num_entries = support_log_p.shape[0]
+    offsets = inputs.support_offsets.long()
+    counts = offsets[1:] - offsets[:-1]
+    if config.check_values:
+        # before repeat_interleave, which would fail with a message about its own arguments
+        _check_offsets(offsets, counts, num_entries)
+    entry_row = torch.repeat_interleave(counts, output_size=num_entries)
+
+    weight = torch.ones_like(log_p) if inputs.loss_weights is None else inputs.loss_weights
+    trainer_tail = torch.zeros_like(log_q)
+    if inputs.trainer_tail_mass is not None:
+        trainer_tail = inputs.trainer_tail_mass.detach()
+    kinds = _support_kinds(inputs)
+    max_log_p = MAX_LOG_P if config.reads_ratio else torch.finfo(dtype).max
+    possible = (
+        _in_range(log_p, MIN_LOG_P, max_log_p)
+        & _in_range(log_q, MIN_SAMPLED_LOG_Q, MAX_LOG_Q)
+        & torch.isfinite(inputs.advantages)
+        & torch.isfinite(weight)
+    )
+    entry_real = torch.zeros(num_entries, dtype=torch.bool, device=log_p.device)
+    real_counts = torch.zeros_like(counts)
+    supported = torch.ones_like(possible)
+    if config.support_kinds:
+        # below the floor an entry has no weight at all in float32, so it is padding like -inf
+        entry_real = ~(support_log_q < MIN_SAMPLED_LOG_Q)
+        entry_good = (support_log_q <= MAX_LOG_Q) & _in_range(support_log_p, MIN_LOG_P, max_log_p)
+        num_bad = real_counts.index_add(0, entry_row, (entry_real & ~entry_good).long())
+        real_counts = real_counts.index_add(0, entry_row, entry_real.long())
+        good_tails = _is_mass(inputs.sampler_tail_mass) & (_is_mass(trainer_tail) | ~kinds["head"])
+        possible &= ~inputs.support_valid | ((num_bad == 0) & (good_tails | kinds["draws"]))
+        supported = (real_counts > 0) & _any_of(kinds, config.support_kinds)
+    normalised = torch.ones_like(possible)
+    if inputs.trainer_is_normalised is not None:
+        normalised = inputs.trainer_is_normalised
+        if not config.cancels_normaliser:
+            supported = supported & normalised
+    usable = inputs.loss_mask & possible & supported
+    if config.check_values:
+        _check_alignment(inputs, config, kinds, entry_row, inputs.loss_mask & possible)
+
+    entry_usable = entry_real & usable[entry_row]
+    weight = _select(usable, weight.to(dtype))
+    return LossRows(
+        usable=usable,
+        normalised=usable & normalised,
+        scored=inputs.loss_mask,
+        nonfinite=inputs.loss_mask & ~possible,
+        unsupported=inputs.loss_mask & possible & ~supported,
+        log_p=_select(usable, log_p.to(dtype)),
+        log_q=_select(usable, log_q.to(dtype)),
+        scale=_select(usable, inputs.advantages.to(dtype) * config.advantage_scale) * weight,
+        weight=weight,
+        entry_row=entry_row,
+        entry_usable=entry_usable,
+        entry_log_p=_select(entry_usable, support_log_p.to(dtype)),
+        entry_log_q=_select(entry_usable, support_log_q.to(dtype)),
+        is_samples=inputs.support_is_samples & inputs.support_valid,
+        num_entries=real_counts,
+        sampler_tail=_select(usable & kinds["head"], inputs.sampler_tail_mass.to(dtype)),
+        trainer_tail=_select(usable & kinds["head"], trainer_tail.to(dtype)),
+    )
+
+
+def working(values: Tensor) -> Tensor:
+    """Return float values in float64 if they are, else in float32: losses need its range."""
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def _select(mask: Tensor, values: Tensor) -> Tensor:
+    """Return values where the mask holds, else 0; the gradient elsewhere is exactly 0."""
+    return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+
+def _in_range(values: Tensor, low: float, high: float) -> Tensor:
+    """Return where detached values lie in [low, high]; NaN and infinities don't."""
+    return (values.detach() >= low) & (values.detach() <= high)
+
+
+def _is_mass(values: Tensor) -> Tensor:
+    """Return where values are probabilities, give or take rounding."""
+    return _in_range(values, 0.0, 1.0 + 1e-3)
+
+
+def _support_kinds(inputs: LossInputs) -> dict[str, Tensor]:
+    """Return, per kind of support, the rows [N] that have it; a NaN tail mass counts as a head."""
+    entries = inputs.support_valid & ~inputs.support_is_samples
+    no_tail = inputs.sampler_tail_mass == 0.0
+    return {
+        "exact": entries & no_tail,
+        "head": entries & ~no_tail,
+        "draws": inputs.support_valid & inputs.support_is_samples,
+    }
+
+
+def _any_of(kinds: dict[str, Tensor], names: frozenset[str]) -> Tensor:
+    """Return the rows [N] whose kind of support is among the names."""
+    result = torch.zeros_like(kinds["exact"])
+    for name in sorted(names):
+        result |= kinds[name]
+    return result
+
+
+def _check_offsets(offsets: Tensor, counts: Tensor, num_entries: int) -> None:
+    """Raise ValueError unless the offsets start at 0, never fall, and end at the entries."""
+    lowest = counts.min() if counts.numel() else offsets.new_zeros(())
+    first, last, least = torch.stack([offsets[0], offsets[-1], lowest]).tolist()
+    if first != 0 or last != num_entries or least < 0:
+        raise ValueError(
+            f"support_offsets go from {first} to {last} with a smallest step of {least}, "
+            f"expected 0 to {num_entries} entries, never falling"
+        )
+
+
+def _check_alignment(
+    inputs: LossInputs,
+    config: LossConfig,
+    kinds: dict[str, Tensor],
+    entry_row: Tensor,  # [E]
+    scored: Tensor,  # [N]
+) -> None:
+    """Raise ValueError where tokens, supports and settings don't belong together."""
+    needs = config.support_kinds
+    none = torch.zeros_like(scored)
+    wrong_kind = scored & _any_of(kinds, frozenset(kinds) - needs) if needs else none
+    no_tail = scored & kinds["head"] if "head" in needs else none
+    if inputs.trainer_tail_mass is not None:
+        no_tail = none
+    raw = none
+    if inputs.trainer_is_normalised is not None and not config.cancels_normaliser:
+        # whatever their values: logits look impossible as log-probabilities
+        raw = inputs.loss_mask & ~inputs.trainer_is_normalised
+    hits = torch.ones_like(scored, dtype=torch.int64)
+    if inputs.target_ids is not None and inputs.support_ids is not None:
+        same = inputs.support_ids.long() == inputs.target_ids.long()[entry_row]
+        hits = torch.zeros_like(hits).index_add(0, entry_row, same.long())
+    # also where values are impossible: a trainer that misses the id reports it as log p = -inf
+    missing = inputs.loss_mask & kinds["exact"] & (hits != 1)
+
+    faults = torch.stack([rows.sum() for rows in (wrong_kind, no_tail, raw, missing)]).tolist()
+    if faults[0]:
+        raise ValueError(
+            f"{faults[0]} tokens carry another kind of support than centering "
+            f"{config.centering!r} and kl_estimator {config.kl_estimator!r} use, expected "
+            f"{' or '.join(sorted(needs))}; choose the estimator that fits the capture"
+        )
+    if faults[1]:
+        raise ValueError(
+            f"trainer_tail_mass is missing for {faults[1]} tokens with a tail, expected the "
+            "trainer's mass outside the recorded head, from a dense log-sum-exp"
+        )
+    if faults[2]:
+        raise ValueError(
+            f"{faults[2]} tokens carry unnormalised trainer values, expected log-probabilities: "
+            "only plain reinforce with exact or sampled centering cancels the normaliser"
+        )
+    if faults[3] and inputs.target_ids is not None:
+        row = int(missing.nonzero()[0, 0])
+        raise ValueError(
+            f"token {row}: sampled id {int(inputs.target_ids[row])} stands {int(hits[row])} times "
+            "in its support, expected exactly once: the ids and the supports are misaligned"
+        )
