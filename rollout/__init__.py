@@ -1,4 +1,4 @@
-"""Rollouts as a dataset: exact sampling supports from vLLM, replayed off-policy with no engine running."""
+"""Rollouts as a dataset: exact sampling supports from vLLM, replayed with no engine running."""
 
 from rollout.version import VERSION as __version__
 

@@ -1,7 +1,7 @@
 """Every error that a caller or an operator may want to catch.
 
-Each is also the standard-library type that fits, is raised with one sentence (what, got, expected, what to do), and
-survives pickling between processes. `exit_code` is what the command line ends with.
+Each is also the standard-library type that fits, is raised with one sentence (what, got, expected,
+what to do), and survives the way between processes. `exit_code` is what the command line ends with.
 """
 
 from __future__ import annotations

@@ -1,0 +1,22 @@
+"""One sampling step's rows as the runner's host memory describes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchRows:
+    """N rows in the order of the logits."""
+
+    request_ids: list[str]
+    """[N] the engine's internal ids."""
+    positions: npt.NDArray[np.int32]
+    """[N] index of the token being sampled in the request's output."""
+    kinds: npt.NDArray[np.int8]
+    """[N] kinds of `rollout.capture.request`; SKIP where the sample does not count."""
+    seeds: npt.NDArray[np.int64]
+    """[N] seeds of the recorded draws."""

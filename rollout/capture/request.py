@@ -1,0 +1,30 @@
+"""What the job tells the capture about a request, sent along in the request's own parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+KEY = "rollout"  # under SamplingParams.extra_args
+
+# kinds of a row; the values are those of rollout.kernels.support_capture
+SKIP, KEPT, GREEDY, TOP, NONE = range(5)
+
+
+def extra_args(kind: int, seed: int) -> dict[str, Any]:
+    """Return the `extra_args` of a request.
+
+    Args:
+        kind: KEPT, GREEDY, TOP or NONE.
+        seed: seed of the recorded draws, in [0, 2**63).
+    """
+    return {KEY: {"kind": kind, "seed": seed}}
+
+
+def kind_and_seed(params: Any) -> tuple[int, int]:
+    """Read what `extra_args` wrote; requests that are not ours (warm-up) are skipped.
+
+    Args:
+        params: the engine's SamplingParams, or null.
+    """
+    ours = (getattr(params, "extra_args", None) or {}).get(KEY)
+    return (int(ours["kind"]), int(ours["seed"])) if ours else (SKIP, 0)

@@ -1,0 +1,83 @@
+"""vLLM workers that capture, installed by name through the engine argument `worker_cls`.
+
+The mixin overrides two steps of the worker's life: after the weights are loaded the sampler is
+hooked, and before the KV cache is sized the capture's memory is set aside. What is sampled before
+the driver calls `capture_start` (vLLM's own warm-up) is not recorded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollout.capture.core import CaptureCore, CaptureSettings
+from rollout.capture.v1 import V1Adapter
+from rollout.capture.worker_config import CONFIG_KEY
+
+
+class CaptureWorkerMixin:
+    """Adds the capture to a vLLM worker class."""
+
+    model_runner: Any
+    vllm_config: Any
+    device: Any
+    _capture: CaptureCore | None = None
+    _adapter: V1Adapter | None = None
+
+    def load_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the weights, then hook the sampler on the one rank whose samples are returned."""
+        result = super().load_model(*args, **kwargs)  # type: ignore[misc]
+        if _returns_samples():
+            settings = CaptureSettings(**self.vllm_config.additional_config[CONFIG_KEY])
+            self._capture = CaptureCore(
+                settings,
+                device=self.device,
+                max_rows=self.vllm_config.scheduler_config.max_num_seqs,
+                vocab_size=self.vllm_config.model_config.get_vocab_size(),
+            )
+            self._adapter = V1Adapter(self.model_runner, self._capture.on_step)
+        return result
+
+    def determine_available_memory(self) -> int:
+        """Take the capture's memory out of the KV cache's budget."""
+        available: int = super().determine_available_memory()  # type: ignore[misc]
+        return available - (self._capture.device_bytes if self._capture else 0)
+
+    def capture_start(self, folder: str) -> dict[str, Any] | None:
+        """Start recording into a spool folder.
+
+        Returns:
+            facts about the engine, or null on ranks that do not capture.
+        """
+        if self._capture is None:
+            return None
+        self._capture.start(folder)
+        return self.capture_facts()
+
+    def capture_flush(self) -> dict[str, Any] | None:
+        """Write everything that was captured so far; returns the facts as `capture_start` does."""
+        if self._capture is None:
+            return None
+        self._capture.flush()
+        return self.capture_facts()
+
+    def capture_facts(self) -> dict[str, Any]:
+        """Describe what produced the logits."""
+        model = self.model_runner.get_model()
+        head = getattr(model, "lm_head", None)
+        weight = getattr(head, "weight", None)
+        assert self._adapter is not None
+        return {
+            "runner": type(self.model_runner).__name__,
+            "head_dtype": None if weight is None else str(weight.dtype).removeprefix("torch."),
+            "model_dtype": str(self.vllm_config.model_config.dtype).removeprefix("torch."),
+            "logits_dtype": self._adapter.logits_dtype,
+            "tied_embeddings": bool(
+                getattr(self.vllm_config.model_config.hf_config, "tie_word_embeddings", False)
+            ),
+        }
+
+
+def _returns_samples() -> bool:
+    from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+
+    return bool(get_pp_group().is_last_rank) and get_tensor_model_parallel_rank() == 0

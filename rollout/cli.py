@@ -1,0 +1,86 @@
+"""The `rollout` command: parses, then imports what the command needs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import click
+
+from rollout.errors import IncompleteError, RolloutError
+from rollout.version import VERSION
+
+
+def _expected_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn errors raised on purpose into one line and an exit code; others keep their traceback."""
+
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except RolloutError as error:
+            click.echo(f"error: {error}", err=True)
+            sys.exit(error.exit_code)
+
+    return run
+
+
+@click.group()
+@click.version_option(VERSION, prog_name="rollout")
+@click.option("--verbose", is_flag=True, help="Log more than warnings.")
+def main(verbose: bool) -> None:
+    """Make datasets of RL rollouts with vLLM, and look at them.
+
+    Exit codes: 0 done; 2 wrong job file or usage; 3 model, prompts or reward unreadable; 4 output
+    not writable or another run's; 5 the engine failed; 6 rollouts are missing at the end; 7 no
+    readable dataset.
+    """
+    level = logging.INFO if verbose else logging.WARNING
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
+
+
+@main.command()
+@click.option("--config", "path", required=True, type=click.Path(), help="The job file.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a value of the job."
+)
+@click.option("--dry-run", is_flag=True, help="Check and print everything, load no weights.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@_expected_errors
+def generate(path: str, overrides: Sequence[str], dry_run: bool, as_json: bool) -> None:
+    """Sample rollouts with vLLM and write them, with their supports, as a dataset."""
+    from rollout.jobfile import load_job
+
+    config = load_job(path, overrides)
+    if dry_run:
+        from rollout.dry_run import describe_job
+
+        click.echo(describe_job(config))
+        return
+    from rollout.pipeline import generate as run
+
+    summary = run(config, show_progress=True)
+    click.echo(json.dumps(summary.as_dict()) if as_json else summary.table())
+    if not as_json:
+        click.echo(f"look at it:   rollout inspect {config.output.path}")
+    if summary.rollouts_failed or summary.reward_errors:
+        raise IncompleteError(
+            f"{summary.rollouts_failed} rollouts failed and {summary.reward_errors} have no reward;"
+            " the reasons are above; the same command tries the failed ones again"
+        )
+    if summary.rollouts_asked == 0:
+        raise IncompleteError(f"none of {summary.prompts_read} prompts could be used")
+
+
+@main.command()
+@click.argument("path")
+@_expected_errors
+def inspect(path: str) -> None:
+    """Show what a dataset holds."""
+    from rollout.inspect import format_report, inspect_dataset
+
+    click.echo(format_report(inspect_dataset(path)))

@@ -1,0 +1,52 @@
+"""`rollout generate --dry-run`: everything that a job means, in words, with no weights loaded."""
+
+from __future__ import annotations
+
+import itertools
+
+import yaml
+
+from rollout.config import JobConfig
+from rollout.dataset import DatasetWriter
+from rollout.engine import engine_arguments
+from rollout.prompts import Prompt, read_prompts
+from rollout.resolve import resolve_job
+from rollout.rows import Rejection
+from rollout.storage import Storage
+
+_SHOWN_PROMPTS = 3
+
+
+def describe_job(config: JobConfig) -> str:
+    """Resolve a job as `generate` does, and describe what it would do.
+
+    Raises:
+        RolloutError: as `generate` would, before it loads weights.
+    """
+    job = resolve_job(config)
+    storage = Storage.open(config.output.path, config.output.storage_options)
+    storage.probe()
+    DatasetWriter.check(storage, job.record)
+    effective = config.model_dump(mode="json")
+    for section in ("prompts", "output"):
+        effective[section].pop("storage_options")
+    sections = {
+        "fingerprint": job.record.fingerprint,
+        "job": effective,
+        "model": job.files.record(),
+        "inherited from generation_config.json": {"eos_token_ids": list(job.stop_ids)},
+        "support recorded": config.sampling.support_kind(config.capture.top),
+        "engine arguments": engine_arguments(
+            job.files, config.model, config.capture, config.engine, 0, job.renderer.has_tokenizer
+        ),
+        "first prompts": [],
+    }
+    rows = read_prompts(config.prompts, config.sampling)
+    for row in itertools.islice(rows, _SHOWN_PROMPTS):
+        rendered = job.renderer.render(row, None) if isinstance(row, Prompt) else row
+        if isinstance(rendered, Rejection):
+            shown = {"line": rendered.line, "rejected": f"{rendered.reason}: {rendered.detail}"}
+        else:
+            shown = {"line": row.line, "token_ids": rendered, "text": job.renderer.show(rendered)}
+        sections["first prompts"].append(shown)
+    return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=100).rstrip()

@@ -1,0 +1,258 @@
+"""The spool: what the sampling process writes and the assembling process reads, step by step.
+
+A folder of segment files on a local (best: memory-backed) disk. Each file is a sequence of blocks,
+one a sampling step: a fixed header with the length of everything that follows and a checksum of
+the row headers, then flat arrays. A block is complete once the file is as long as its header says,
+since a file only ever grows; so no other signal is needed between the processes. Readers map the
+files and hand out views, to be copied by whoever keeps them; a file is unlinked once it is read.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout.errors import EngineError
+
+SEGMENT_BYTES = 256 * 2**20  # a new file after this much, so that read data can be released
+_MAGIC = 0x31534C52  # "RLS1"
+# magic, rows, draws a row, checksum of the arrays but the entries, step, need, entries, id bytes
+_HEADER = struct.Struct("<IIIIQQQQ")
+
+FLAG_NONFINITE = 1  # NaN or +inf among the row's logits
+FLAG_EMPTY = 2  # every id masked
+FLAG_OVERFLOW = 4  # the step's entries up to this row exceed the capacity; none of its are stored
+FLAG_SAMPLED_MISSING = 8  # the sampled id is not in the kept set
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepBlock:
+    """What one sampling step recorded, N rows in the batch's order."""
+
+    step: int
+    """Number of the step since the capture was armed."""
+    need: int
+    """Entries that the step's rows needed, whether or not they fitted."""
+    request_ids: list[str]
+    """[N] the engine's internal ids; empty for rows that sampled nothing that counts."""
+    positions: npt.NDArray[np.int32]
+    """[N] index of the sampled token in the request's output."""
+    sampled: npt.NDArray[np.int32]
+    """[N] sampled ids."""
+    kinds: npt.NDArray[np.int8]
+    """[N] what was recorded of the row (`rollout.kernels.support_capture`)."""
+    flags: npt.NDArray[np.int32]
+    """[N] FLAG_* bits."""
+    counts: npt.NDArray[np.int32]
+    """[N] entries that the row needed."""
+    sampled_logprobs: npt.NDArray[np.float32]
+    """[N] log q of the sampled ids, nats."""
+    tail_mass: npt.NDArray[np.float32]
+    """[N] probability outside the recorded ids."""
+    draws: npt.NDArray[np.uint64]
+    """[N, K] packed draws."""
+    entries: npt.NDArray[np.uint64]
+    """[E] packed entries of the rows that fitted, in the batch's order."""
+
+
+class SpoolWriter:
+    """Appends blocks to segment files; one writer a folder."""
+
+    def __init__(self, folder: str | Path, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self._folder = Path(folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._segment_bytes = segment_bytes
+        self._index = -1
+        self._file = -1
+        self._size = 0
+        self._next_segment()
+
+    def append(self, block: StepBlock) -> int:
+        """Write one block.
+
+        Returns:
+            Bytes written.
+
+        Raises:
+            OSError: the disk is full or gone.
+        """
+        ids = "\n".join(block.request_ids).encode()
+        head = [
+            _bytes_of(part)
+            for part in (
+                block.positions,
+                block.sampled,
+                block.flags,
+                block.counts,
+                block.sampled_logprobs,
+                block.tail_mass,
+                block.draws,
+                block.kinds,
+            )
+            if part.nbytes
+        ]
+        head.append(memoryview(ids))
+        checksum = 0
+        for part in head:
+            checksum = zlib.crc32(part, checksum)
+        rows = len(block.request_ids)
+        header = _HEADER.pack(
+            _MAGIC,
+            rows,
+            block.draws.size // max(rows, 1),
+            checksum,
+            block.step,
+            block.need,
+            block.entries.size,
+            len(ids),
+        )
+        length = len(header) + sum(part.nbytes for part in head)
+        padding = bytes(-length % 8)  # entries are read in place, as uint64
+        size = length + len(padding) + block.entries.nbytes
+        if self._size and self._size + size > self._segment_bytes:
+            self._next_segment()
+        parts = [memoryview(header), *head, memoryview(padding)]
+        if block.entries.nbytes:
+            parts.append(_bytes_of(block.entries))
+        written = self._write_all(parts)
+        self._size += written
+        return written
+
+    def close(self) -> None:
+        """Close the current segment."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _next_segment(self) -> None:
+        previous = self._file
+        self._index += 1
+        path = self._folder / _segment_name(self._index)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        self._size = 0
+        if previous >= 0:
+            os.close(previous)
+
+    def _write_all(self, parts: list[memoryview]) -> int:
+        total = sum(part.nbytes for part in parts)
+        written = os.writev(self._file, parts)
+        if written < total:  # a large write may be cut short
+            rest = memoryview(b"".join(parts))[written:]
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+        return total
+
+
+class SpoolReader:
+    """Reads the blocks of a folder in order, and unlinks each segment once it is read."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+        self._index = 0
+        self._offset = 0
+
+    def poll(self) -> Iterator[StepBlock]:
+        """Yield the blocks that are complete and not yet read; never waits.
+
+        The arrays are views of a mapped file.
+
+        Raises:
+            EngineError: a block is damaged.
+        """
+        while True:
+            yield from self._poll_segment()
+            if not (self._folder / _segment_name(self._index + 1)).exists():
+                return
+            # the next segment exists, so this one is final: read what came in between, then drop it
+            yield from self._poll_segment()
+            (self._folder / _segment_name(self._index)).unlink()
+            self._index += 1
+            self._offset = 0
+
+    def backlog_bytes(self) -> int:
+        """Count the bytes on disk that are not yet read."""
+        sizes = (path.stat().st_size for path in self._folder.glob("segment-*.spool"))
+        return sum(sizes) - self._offset
+
+    def _poll_segment(self) -> Iterator[StepBlock]:
+        path = self._folder / _segment_name(self._index)
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            return
+        if size < self._offset + _HEADER.size:
+            return
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+        while (end := self._block_end(mapped, size, path)) is not None:
+            block = _parse(mapped, self._offset, path)
+            self._offset = end
+            yield block
+
+    def _block_end(self, mapped: mmap.mmap, size: int, path: Path) -> int | None:
+        if size < self._offset + _HEADER.size:
+            return None
+        head = _HEADER.unpack_from(mapped, self._offset)
+        magic, rows, draws, _, _, _, entries, id_bytes = head
+        if magic != _MAGIC:
+            raise EngineError(f"spool {path}: no block at byte {self._offset}: the file is damaged")
+        end = self._offset + _entries_offset(rows, draws, id_bytes) + 8 * entries
+        return end if end <= size else None
+
+
+def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _segment_name(index: int) -> str:
+    return f"segment-{index:08d}.spool"
+
+
+def _entries_offset(rows: int, draws: int, id_bytes: int) -> int:
+    length = _HEADER.size + rows * (6 * 4 + 8 * draws + 1) + id_bytes
+    return length + -length % 8
+
+
+def _parse(mapped: mmap.mmap, offset: int, path: Path) -> StepBlock:
+    _, rows, draws, checksum, step, need, entries, id_bytes = _HEADER.unpack_from(mapped, offset)
+    start = offset + _HEADER.size
+    length = rows * (6 * 4 + 8 * draws + 1) + id_bytes
+    if zlib.crc32(memoryview(mapped)[start : start + length]) != checksum:
+        raise EngineError(f"spool {path}: checksum of the block at byte {offset} differs: damaged")
+
+    def take(dtype: type[np.generic], count: int) -> npt.NDArray[Any]:
+        nonlocal start
+        array: npt.NDArray[Any] = np.frombuffer(mapped, dtype, count, start)
+        start += array.nbytes
+        return array
+
+    positions, sampled, flags, counts = (take(np.int32, rows) for _ in range(4))
+    sampled_logprobs, tail_mass = take(np.float32, rows), take(np.float32, rows)
+    draw_entries = take(np.uint64, rows * draws)
+    kinds = take(np.int8, rows)
+    ids = bytes(mapped[start : start + id_bytes]).decode().split("\n") if rows else []
+    return StepBlock(
+        step=step,
+        need=need,
+        request_ids=ids,
+        positions=positions,
+        sampled=sampled,
+        kinds=kinds,
+        flags=flags,
+        counts=counts,
+        sampled_logprobs=sampled_logprobs,
+        tail_mass=tail_mass,
+        draws=draw_entries.reshape(rows, draws),
+        entries=np.frombuffer(
+            mapped, np.uint64, entries, offset + _entries_offset(rows, draws, id_bytes)
+        ),
+    )

@@ -1,0 +1,74 @@
+"""What a job did, counted so that everything reconciles, and how it is printed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(kw_only=True, slots=True)
+class Summary:
+    """Counts of one run of a job."""
+
+    prompts_read: int = 0
+    """Rows of the prompts file, readable or not."""
+    prompts_rejected: int = 0
+    rollouts_asked: int = 0
+    """Rollouts of the prompts that were not rejected."""
+    rollouts_skipped: int = 0
+    """Committed by an earlier run."""
+    rollouts_committed: int = 0
+    """Committed by this run."""
+    rollouts_failed: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Rejected prompts and failed rollouts by reason."""
+    reward_errors: int = 0
+    """Rollouts whose reward function raised; committed without a reward."""
+    first_reward_error: str | None = None
+    parts: int = 0
+    tokens: int = 0
+    entries: int = 0
+    largest_step: int = 0
+    """Most support entries of one step."""
+    support_capacity: int = 0
+    suggested_capacity: int = 0
+    seconds: float = 0.0
+    """From the first request to the last commit."""
+    replaced_rows: int = 0
+    """Rows captured again after a preemption."""
+    engine: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def reconciles(self) -> bool:
+        """Whether every rollout that was asked for is accounted for."""
+        accounted = self.rollouts_skipped + self.rollouts_committed + self.rollouts_failed
+        return accounted == self.rollouts_asked
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all counts, for JSON."""
+        return asdict(self)
+
+    def table(self) -> str:
+        """Format for a terminal, at most 100 columns."""
+        rate = self.tokens / self.seconds if self.seconds else 0.0
+        mean = self.entries / self.tokens if self.tokens else 0.0
+        lines = [
+            ("prompts", f"{self.prompts_read} read, {self.prompts_rejected} rejected"),
+            (
+                "rollouts",
+                f"{self.rollouts_asked} asked, {self.rollouts_skipped} already there, "
+                f"{self.rollouts_committed} committed, {self.rollouts_failed} failed",
+            ),
+            ("tokens", f"{self.tokens} in {self.seconds:.1f} s, {rate:.0f} tokens/s"),
+            ("support", f"{self.entries} entries, mean {mean:.1f} a token"),
+            (
+                "largest step",
+                f"{self.largest_step} entries of a capacity of {self.support_capacity}; "
+                f"{self.suggested_capacity} would do",
+            ),
+        ]
+        lines += [("reason", f"{reason}: {count}") for reason, count in self.reasons.most_common()]
+        if self.reward_errors:
+            lines.append(("reward", f"{self.reward_errors} failed: {self.first_reward_error}"))
+        return "\n".join(f"{name:<13} {text}" for name, text in lines)

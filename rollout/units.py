@@ -1,0 +1,122 @@
+"""Finished rollouts on their way to the dataset: buffered by unit, committed by rule.
+
+A unit is committed when nothing of it is in flight any more; earlier, in part, when its buffer has
+grown to the size of a shard or when the oldest finished rollout has waited long enough.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rollout.config import OutputConfig
+from rollout.dataset import DatasetWriter
+from rollout.rows import Rejection, RolloutRow
+
+
+@dataclass(kw_only=True, slots=True)
+class _Buffer:
+    rows: list[RolloutRow] = field(default_factory=list)
+    rejected: list[Rejection] = field(default_factory=list)
+    num_bytes: int = 0
+    since: float = 0.0
+
+
+class UnitBuffers:
+    """Buffers of the units in work."""
+
+    def __init__(
+        self,
+        writer: DatasetWriter,
+        config: OutputConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start with nothing in work.
+
+        Args:
+            writer: where parts are committed.
+            config: the job's `output` section.
+            clock: seconds.
+        """
+        self._writer = writer
+        self._config = config
+        self._clock = clock
+        self._buffers: dict[str, _Buffer] = {}
+        self._in_flight: Counter[str] = Counter()
+        self._open: set[str] = set()
+        self.committed_rows = 0
+        self.committed_parts = 0
+
+    @property
+    def buffered_rows(self) -> int:
+        """Finished rollouts that are not committed yet."""
+        return sum(len(buffer.rows) for buffer in self._buffers.values())
+
+    def open(self, unit: str) -> None:
+        """Announce that rollouts of a unit may still be started."""
+        self._open.add(unit)
+
+    def close(self, unit: str) -> None:
+        """Announce that no further rollout of a unit will be started."""
+        self._open.discard(unit)
+        self._commit_if_done(unit)
+
+    def start(self, unit: str) -> None:
+        """Count a rollout in flight."""
+        self._in_flight[unit] += 1
+
+    def add(self, unit: str, row: RolloutRow) -> None:
+        """Take a finished rollout."""
+        buffer = self._buffer(unit)
+        buffer.rows.append(row)
+        buffer.num_bytes += row.num_bytes
+        self._end(unit)
+        if buffer.num_bytes >= self._config.shard_bytes:
+            self._commit(unit)
+
+    def fail(self, unit: str, rejection: Rejection) -> None:
+        """Take a rollout in flight that failed."""
+        self._buffer(unit).rejected.append(rejection)
+        self._end(unit)
+
+    def reject(self, unit: str, rejection: Rejection) -> None:
+        """Take a prompt that never started."""
+        self._buffer(unit).rejected.append(rejection)
+
+    def tick(self) -> None:
+        """Commit what has waited long enough."""
+        now = self._clock()
+        late = [u for u, b in self._buffers.items() if now - b.since >= self._config.flush_seconds]
+        for unit in late:
+            self._commit(unit)
+
+    def flush(self) -> None:
+        """Commit everything that is finished."""
+        for unit in list(self._buffers):
+            self._commit(unit)
+
+    def _buffer(self, unit: str) -> _Buffer:
+        if unit not in self._buffers:
+            self._buffers[unit] = _Buffer(since=self._clock())
+        return self._buffers[unit]
+
+    def _end(self, unit: str) -> None:
+        self._in_flight[unit] -= 1
+        self._commit_if_done(unit)
+
+    def _commit_if_done(self, unit: str) -> None:
+        if unit not in self._open and self._in_flight[unit] == 0:
+            del self._in_flight[unit]
+            if unit in self._buffers:
+                self._commit(unit)
+
+    def _commit(self, unit: str) -> None:
+        buffer = self._buffers.pop(unit, None)
+        if buffer is None:
+            return
+        record = self._writer.commit_part(unit, buffer.rows, buffer.rejected)
+        if record is not None:
+            self.committed_rows += record.rows
+            self.committed_parts += 1
