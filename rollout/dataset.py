@@ -11,29 +11,27 @@ from __future__ import annotations
 
 import datetime
 import logging
-import tempfile
 import threading
 import uuid
 from collections.abc import Iterable, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-import pyarrow.parquet as pq
-
-from rollout.errors import DatasetError, OutputError
+from rollout.commits import find_record, read_commit, read_commits
+from rollout.dataset_view import DatasetView, read_dataset
+from rollout.errors import OutputError
+from rollout.local_files import scratch_file
 from rollout.rows import PlanEntry, Rejection, RolloutRow
 from rollout.schema import layout
-from rollout.schema.records import CommitRecord, DatasetRecord, GroupRange, RecordError
-from rollout.shard import ROW_GROUP_BYTES, ShardInfo, open_shard, verify_shard, write_shard
-from rollout.sidecars import plan_bytes, read_plan, read_rejected, rejected_bytes
+from rollout.schema.records import CommitRecord, DatasetRecord, GroupRange
+from rollout.shard import ROW_GROUP_BYTES, ShardInfo, verify_shard, write_shard
+from rollout.sidecars import plan_bytes, read_plan, rejected_bytes
 from rollout.storage import Storage
+
+__all__ = ["DatasetView", "DatasetWriter", "read_dataset"]
 
 _log = logging.getLogger(__name__)
 
-_READERS: Final = 16
 _ABSENT: Final = "(absent)"
 _EMPTY: Final = ShardInfo(
     size=0, sha256="", rows=0, tokens=0, entries=0, max_token_id=-1, row_groups=()
@@ -82,7 +80,7 @@ class DatasetWriter:
             OutputError: the folder holds another run, or files of one without its record.
             DatasetError: what is there is damaged or of a newer format.
         """
-        found = _find_record(storage)
+        found = find_record(storage)
         if found is None:
             for folder in (layout.DATA_FOLDER, layout.COMMIT_FOLDER):
                 if storage.list(folder):
@@ -93,13 +91,13 @@ class DatasetWriter:
             if storage.create_exclusive(layout.DATASET_FILE, record.to_json()):
                 found = record
             else:
-                found = _find_record(storage)
+                found = find_record(storage)
         if found is None:
             raise OutputError(f"output {storage.url}: {layout.DATASET_FILE} came and went")
         if found.fingerprint != record.fingerprint:
             raise OutputError(_other_run(storage, found, record))
         writer = cls(storage, found, scratch, row_group_bytes)
-        for commit in _read_commits(storage):
+        for commit in read_commits(storage):
             writer._apply(commit)
         writer._read_new_plan()
         return writer
@@ -249,25 +247,7 @@ class DatasetWriter:
         """Write, verify and upload a part's files; nothing counts until the record exists."""
         attempt = uuid.uuid4().hex[:16]
         file = layout.data_name(unit, part, attempt) if rows else None
-        info = _EMPTY
-        if file is not None:
-            folder = self._scratch or self.storage.scratch_folder()
-            handle, path = tempfile.mkstemp(suffix=".part", prefix=f"{unit}-", dir=folder)
-            local = Path(path)
-            try:
-                with open(handle, "wb"):
-                    pass
-                info = write_shard(
-                    local, rows, self.record.fingerprint, row_group_bytes=self._row_group_bytes
-                )
-                verify_shard(local, info)
-                self.storage.put_file(local, file)
-            except OSError as error:
-                if isinstance(error, OutputError):
-                    raise
-                raise OutputError(f"output: can't write a shard to {folder}: {error}") from error
-            finally:
-                local.unlink(missing_ok=True)
+        info = self._upload_shard(file, rows) if file is not None else _EMPTY
         rejected_file = layout.rejected_name(unit, part, attempt) if rejected else None
         if rejected_file is not None:
             self.storage.write_bytes(
@@ -293,6 +273,24 @@ class DatasetWriter:
             created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
         )
 
+    def _upload_shard(self, file: str, rows: list[RolloutRow]) -> ShardInfo:
+        folder = self._scratch or self.storage.scratch_folder()
+        try:
+            local = scratch_file(folder)
+            try:
+                info = write_shard(
+                    local, rows, self.record.fingerprint, row_group_bytes=self._row_group_bytes
+                )
+                verify_shard(local, info, digests=False)
+                self.storage.put_file(local, file)
+            finally:
+                local.unlink(missing_ok=True)
+        except OutputError:
+            raise
+        except OSError as error:
+            raise OutputError(f"output: can't write a shard in {folder}: {error}") from error
+        return info
+
     def _close_part(self, unit: str, part: int) -> CommitRecord:
         """The record of a part, made empty where there is none yet."""
         while True:
@@ -311,7 +309,7 @@ class DatasetWriter:
             with self._lock:
                 part = len(self._commits.get(unit, ()))
             try:
-                record = _read_commit(self.storage, layout.commit_name(unit, part))
+                record = read_commit(self.storage, layout.commit_name(unit, part))
             except FileNotFoundError:
                 return
             self._apply(record)
@@ -341,141 +339,6 @@ class DatasetWriter:
                 except FileNotFoundError:
                     return
                 self._apply_plan(read_plan(data, name))
-
-
-@dataclass(frozen=True, kw_only=True)
-class DatasetView:
-    """A dataset as its records describe it at the moment of `read_dataset`."""
-
-    storage: Storage
-    record: DatasetRecord
-    commits: tuple[CommitRecord, ...]
-    """By unit and part; some hold rejections only, or nothing."""
-
-    @cached_property
-    def covered(self) -> frozenset[tuple[str, int]]:
-        """Every committed (prompt_key, sample_index)."""
-        return frozenset(key for record in self.commits for key in record.keys)
-
-    @cached_property
-    def rejected(self) -> tuple[Rejection, ...]:
-        """What is set aside and was not sampled later, each once: the last word on it."""
-        last: dict[tuple[str, int | None], Rejection] = {}
-        sampled = {key for key, _ in self.covered}
-        for record in self.commits:
-            if record.rejected_file is None:
-                continue
-            data = self.storage.read_bytes(record.rejected_file)
-            for item in read_rejected(data, record.rejected_file):
-                last[item.key] = item
-        return tuple(
-            item
-            for item in last.values()
-            if (
-                item.prompt_key not in sampled
-                if item.sample_index is None
-                else (item.prompt_key, item.sample_index) not in self.covered
-            )
-        )
-
-    @property
-    def shards(self) -> tuple[CommitRecord, ...]:
-        """The commit records that name a shard."""
-        return tuple(record for record in self.commits if record.file is not None)
-
-    @cached_property
-    def plan(self) -> tuple[PlanEntry, ...]:
-        """Every planned prompt, in the plan's order."""
-        entries: dict[str, PlanEntry] = {}
-        for base in self.storage.list(layout.PLAN_FOLDER):
-            if layout.parse_plan(base) is not None:
-                name = f"{layout.PLAN_FOLDER}/{base}"
-                for entry in read_plan(self.storage.read_bytes(name), name):
-                    entries.setdefault(entry.prompt_key, entry)
-        return tuple(entries.values())
-
-    def open_shard(self, record: CommitRecord) -> pq.ParquetFile:
-        """Open a part's shard with page checksums verified; close it after use.
-
-        Raises:
-            DatasetError: the record names no shard, or the shard is missing or damaged.
-        """
-        if record.file is None:
-            raise DatasetError(f"part {record.unit}-{record.part}: it holds no rollouts")
-        try:
-            return open_shard(self.storage.local_or_stream(record.file))
-        except FileNotFoundError as error:
-            raise DatasetError(f"dataset {self.storage.url}: {record.file} is missing") from error
-
-    def verify(self, record: CommitRecord) -> None:
-        """Read a part's shard completely and compare it with its record.
-
-        Raises:
-            DatasetError: the shard is missing, damaged, or not the one of the record.
-        """
-        if record.file is None:
-            return
-        try:
-            source = self.storage.local_or_stream(record.file)
-        except FileNotFoundError as error:
-            raise DatasetError(f"dataset {self.storage.url}: {record.file} is missing") from error
-        try:
-            verify_shard(Path(source) if isinstance(source, str) else source, record)
-        except DatasetError as error:
-            raise DatasetError(f"{record.file}: {error}") from error
-
-
-def read_dataset(storage: Storage) -> DatasetView:
-    """Read a dataset's records.
-
-    Raises:
-        DatasetError: not a dataset, of a newer format, or a record is damaged or missing.
-    """
-    record = _find_record(storage)
-    if record is None:
-        raise DatasetError(
-            f"{storage.url} is not a dataset: there is no {layout.DATASET_FILE} in it"
-        )
-    return DatasetView(storage=storage, record=record, commits=tuple(_read_commits(storage)))
-
-
-def _find_record(storage: Storage) -> DatasetRecord | None:
-    try:
-        return DatasetRecord.from_json(storage.read_bytes(layout.DATASET_FILE))
-    except FileNotFoundError:
-        return None
-    except RecordError as error:
-        raise DatasetError(f"{storage.url}/{layout.DATASET_FILE}: {error}") from error
-
-
-def _read_commit(storage: Storage, name: str) -> CommitRecord:
-    try:
-        return CommitRecord.from_json(storage.read_bytes(name))
-    except RecordError as error:
-        raise DatasetError(f"{storage.url}/{name}: {error}") from error
-
-
-def _read_commits(storage: Storage) -> list[CommitRecord]:
-    """Every commit record, by unit and part, with no part left out."""
-    highest: dict[str, int] = {}
-    for base in storage.list(layout.COMMIT_FOLDER):
-        parsed = layout.parse_part(base)
-        if parsed is not None and parsed.attempt is None:
-            highest[parsed.unit] = max(parsed.part, highest.get(parsed.unit, -1))
-    # parts have no holes, so a name that a listing missed is read all the same
-    names = [
-        layout.commit_name(unit, part)
-        for unit in sorted(highest)
-        for part in range(highest[unit] + 1)
-    ]
-    try:
-        with ThreadPoolExecutor(_READERS) as pool:
-            return list(pool.map(lambda name: _read_commit(storage, name), names))
-    except FileNotFoundError as error:
-        raise DatasetError(
-            f"dataset {storage.url}: a commit record is missing although later parts exist: "
-            f"{error}: copy the dataset again"
-        ) from error
 
 
 def _by_group(rows: list[RolloutRow]) -> list[RolloutRow]:

@@ -11,12 +11,11 @@ import io
 import logging
 import os
 import re
-import shutil
 import tempfile
 import threading
-import time
 import uuid
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import IO, Any, Final, TypeVar
 
@@ -26,7 +25,9 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from rollout.errors import DatasetError, OutputError
+from rollout.local_files import link_bytes, link_file, remove_stale, replace_bytes
 from rollout.schema.layout import SCRATCH_FOLDER
+from rollout.storage_errors import explain, is_storage_error, may_pass, says_exists
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -35,20 +36,8 @@ RETRY_SECONDS: Final = 300.0
 
 # protocols whose create-only put is decided by the server, not by a look before the write
 _CONDITIONAL_PUT: Final = frozenset({"s3", "s3a", "gs", "gcs"})
-# one lock for all: memory:// is one store per process, and its create looks before it writes
 _MEMORY_LOCK: Final = threading.RLock()
 _STALE_SCRATCH_SECONDS: Final = 3600.0
-# asking again does not help with these
-_FINAL_ERRORS: Final = (
-    FileNotFoundError,
-    FileExistsError,
-    IsADirectoryError,
-    NotADirectoryError,
-    PermissionError,
-)
-# errors of a storage's own client, none of them an OSError
-_CLIENT_MODULES: Final = ("botocore", "aiobotocore", "aiohttp", "google", "gcsfs", "azure", "adlfs")
-_EXPIRED: Final = re.compile(r"expired|TokenRefreshRequired", re.IGNORECASE)
 
 
 class Storage:
@@ -102,13 +91,15 @@ class Storage:
         return self.local_root is not None or bool(_CONDITIONAL_PUT & set(self._protocols()))
 
     def scratch_folder(self) -> Path:
-        """A local folder for unfinished files; on local storage one that can be linked from."""
+        """A local folder for unfinished files, which may not exist yet.
+
+        On local storage it is on the same file system as the data, so that finished files are
+        linked and not copied.
+        """
         root = self.local_root
         if root is None:
             return Path(tempfile.gettempdir())
-        folder = root / SCRATCH_FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
+        return root / SCRATCH_FOLDER
 
     def read_bytes(self, name: str) -> bytes:
         """Read one file whole.
@@ -119,7 +110,7 @@ class Storage:
         """
 
         def read() -> bytes:
-            with _MEMORY_LOCK if self._in_memory() else _NO_LOCK:
+            with self._guard():
                 return bytes(self._fs.cat_file(self._path(name)))
 
         return self._call("read", name, read, DatasetError)
@@ -159,7 +150,11 @@ class Storage:
             OutputError: it can't be written.
         """
         if self.local_root is not None:
-            return self._call("create", name, lambda: self._link_bytes(name, data), OutputError)
+            target = Path(self._path(name))
+            scratch = self.scratch_folder()
+            return self._call(
+                "create", name, lambda: link_bytes(data, target, scratch), OutputError
+            )
         return self._call("create", name, lambda: self._put_if_absent(name, data), OutputError)
 
     def write_bytes(self, name: str, data: bytes) -> None:
@@ -171,13 +166,10 @@ class Storage:
 
         def write() -> None:
             if self.local_root is None:
-                with _MEMORY_LOCK if self._in_memory() else _NO_LOCK:
+                with self._guard():
                     self._fs.pipe_file(self._path(name), data)
                 return
-            finished = self._finished(data)
-            target = Path(self._path(name))
-            target.parent.mkdir(parents=True, exist_ok=True)
-            finished.replace(target)
+            replace_bytes(data, Path(self._path(name)), self.scratch_folder())
 
         self._call("write", name, write, OutputError)
 
@@ -193,9 +185,9 @@ class Storage:
 
         def put() -> None:
             if self.local_root is not None:
-                self._link_file(name, local)
+                link_file(local, Path(self._path(name)), self.scratch_folder())
             elif self._in_memory():
-                with _MEMORY_LOCK:
+                with self._guard():
                     self._fs.pipe_file(self._path(name), local.read_bytes())
             else:
                 self._fs.put_file(str(local), self._path(name))
@@ -290,14 +282,8 @@ class Storage:
 
     def remove_stale_scratch(self) -> None:
         """Remove what killed writers left in the scratch folder of a local storage."""
-        root = self.local_root
-        if root is None or not (folder := root / SCRATCH_FOLDER).is_dir():
-            return
-        for path in folder.iterdir():
-            if path.stat().st_mtime < time.time() - _STALE_SCRATCH_SECONDS:
-                path.unlink(missing_ok=True)
-        if not any(folder.iterdir()):
-            folder.rmdir()
+        if self.local_root is not None:
+            remove_stale(self.local_root / SCRATCH_FOLDER, _STALE_SCRATCH_SECONDS)
 
     def _connect(self, *, fresh: bool) -> None:
         self._fs, root = fsspec.core.url_to_fs(
@@ -309,6 +295,10 @@ class Storage:
         protocol = self._fs.protocol
         return (protocol,) if isinstance(protocol, str) else tuple(protocol)
 
+    def _guard(self) -> AbstractContextManager[object]:
+        # memory:// is one store per process, and its create looks before it writes
+        return _MEMORY_LOCK if self._in_memory() else nullcontext()
+
     def _in_memory(self) -> bool:
         return isinstance(self._fs, MemoryFileSystem)
 
@@ -317,54 +307,12 @@ class Storage:
             raise ValueError(f"name {name!r}: expected one inside the folder")
         return f"{self._root}/{name}" if name else self._root
 
-    def _finished(self, data: bytes) -> Path:
-        """A complete scratch file with these bytes, on the disk for good."""
-        path = self.scratch_folder() / f"{uuid.uuid4().hex}.part"
-        with path.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        return path
-
-    def _link_bytes(self, name: str, data: bytes) -> bool:
-        finished = self._finished(data)
-        target = Path(self._path(name))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            # fails where a file exists, in one step
-            os.link(finished, target)
-        except FileExistsError:
-            return False
-        finally:
-            finished.unlink(missing_ok=True)
-        _sync_folder(target.parent)
-        return True
-
-    def _link_file(self, name: str, local: Path) -> None:
-        target = Path(self._path(name))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        copy = local
-        if os.stat(local).st_dev != os.stat(target.parent).st_dev:
-            copy = self.scratch_folder() / f"{uuid.uuid4().hex}.part"
-            shutil.copyfile(local, copy)
-        try:
-            with copy.open("rb") as file:
-                os.fsync(file.fileno())
-            os.link(copy, target)
-        except FileExistsError:
-            if not os.path.samefile(copy, target):
-                raise
-        finally:
-            if copy is not local:
-                copy.unlink(missing_ok=True)
-        _sync_folder(target.parent)
-
     def _put_if_absent(self, name: str, data: bytes) -> bool:
-        with _MEMORY_LOCK if self._in_memory() else _NO_LOCK:
+        with self._guard():
             try:
                 self._fs.pipe_file(self._path(name), data, mode="create")
             except Exception as error:
-                if not _says_exists(error):
+                if not says_exists(error):
                     raise
                 if self._in_memory():
                     return False
@@ -397,7 +345,7 @@ class Storage:
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_delay(self._retry_seconds),
             wait=tenacity.wait_random_exponential(multiplier=0.5, max=15),
-            retry=tenacity.retry_if_exception(_may_pass),
+            retry=tenacity.retry_if_exception(may_pass),
             before_sleep=before_sleep,
             reraise=True,
         )
@@ -408,7 +356,7 @@ class Storage:
                 raise
             raise self._failed(what, name, error, error_class) from error
         except Exception as error:
-            if not _is_storage_error(error):
+            if not is_storage_error(error):
                 raise
             raise self._failed(what, name, error, error_class) from error
 
@@ -422,61 +370,4 @@ class Storage:
         return error_class(f"storage {self.url}: can't {what} {name}: {self._reason(error)}")
 
     def _reason(self, error: BaseException | None) -> str:
-        text = f"{type(error).__name__}: {error}" if error is not None else "unknown"
-        if error is not None and _EXPIRED.search(_code(error) + text):
-            text = f"credentials expired: {text}"
-        for value in _strings(self._options):
-            text = text.replace(value, "***")
-        return text
-
-
-class _NoLock:
-    """Stands where a lock is needed for one kind of storage only."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-_NO_LOCK: Final = _NoLock()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _strings(value: Any) -> list[str]:
-    """Every longer string in nested options: each may be a secret."""
-    if isinstance(value, str):
-        return [value] if len(value) >= 6 else []
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [text for item in value for text in _strings(item)] if isinstance(value, list) else []
-
-
-def _code(error: BaseException) -> str:
-    """The error code of an object store's answer, where there is one."""
-    chain: list[BaseException | None] = [error, error.__cause__, error.__context__]
-    for link in chain:
-        response = getattr(link, "response", None)
-        if isinstance(response, dict):
-            return str(response.get("Error", {}).get("Code", ""))
-    return ""
-
-
-def _says_exists(error: BaseException) -> bool:
-    return isinstance(error, FileExistsError) or _code(error) in ("PreconditionFailed", "412")
-
-
-def _is_storage_error(error: BaseException) -> bool:
-    return isinstance(error, OSError) or type(error).__module__.startswith(_CLIENT_MODULES)
-
-
-def _may_pass(error: BaseException) -> bool:
-    if _EXPIRED.search(_code(error)):
-        return True
-    return _is_storage_error(error) and not isinstance(error, _FINAL_ERRORS)
+        return explain(error, self._options)

@@ -132,7 +132,7 @@ def _sorted_entries(rows: Sequence[RolloutRow]) -> NDArray[np.uint64]:
             )
         offsets.append(own[1:] + base)
         base += row.support_entries.size
-    return canonical_order(entries, np.concatenate(offsets))
+    return canonical_order(entries, np.concatenate(offsets), in_place=True)
 
 
 def _list_array(type_: pa.DataType, parts: Sequence[_Array | None], values: _Array) -> pa.Array:

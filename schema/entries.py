@@ -24,6 +24,7 @@ _ZERO_END: Final = np.uint64(1 << 32)
 
 # rows up to this length are sorted as one matrix per length, longer ones in place one by one
 _MATRIX_ROW_LENGTH: Final = 48
+_PIECE: Final = 1 << 15
 
 
 def pack_entries(ids: ArrayLike, logprobs: ArrayLike) -> NDArray[np.uint64]:
@@ -90,21 +91,29 @@ def invalid_entries(entries: NDArray[np.uint64]) -> int:
     Returns:
         How many hold NaN, -0.0, a positive or infinite logprob, or an id of 2**31 or more.
     """
-    valid = (entries >= _NEGATIVE_START) & (entries < _NEGATIVE_END)
-    valid |= entries < _ZERO_END
-    valid &= (entries & _ID_SIGN) == 0
-    return int(entries.size - np.count_nonzero(valid))
+    invalid = 0
+    # in pieces that stay in the cache
+    for start in range(0, entries.size, _PIECE):
+        piece = entries[start : start + _PIECE]
+        valid = (piece >= _NEGATIVE_START) & (piece < _NEGATIVE_END)
+        valid |= piece < _ZERO_END
+        valid &= (piece & _ID_SIGN) == 0
+        invalid += piece.size - int(np.count_nonzero(valid))
+    return invalid
 
 
-def canonical_order(entries: NDArray[np.uint64], offsets: NDArray[np.int64]) -> NDArray[np.uint64]:
+def canonical_order(
+    entries: NDArray[np.uint64], offsets: NDArray[np.int64], *, in_place: bool = False
+) -> NDArray[np.uint64]:
     """Sort each row of a CSR support ascending as unsigned numbers.
 
     Args:
         entries: [E] uint64 entries of all rows, row i in offsets[i]:offsets[i + 1].
         offsets: [N + 1] int64, from 0 to E, never falling.
+        in_place: sort `entries` itself.
 
     Returns:
-        [E] uint64, the same array when every row was in order already.
+        [E] uint64, the same array when sorted in place or when every row was in order already.
     """
     if entries.size < 2:
         return entries
@@ -114,11 +123,13 @@ def canonical_order(entries: NDArray[np.uint64], offsets: NDArray[np.int64]) -> 
     ascending[borders[(borders > 0) & (borders < entries.size)] - 1] = True
     if ascending.all():
         return entries
-    out = entries.copy()
+    out = entries if in_place else entries.copy()
     starts, lengths = offsets[:-1], np.diff(offsets)
     for length in np.unique(lengths[(lengths > 1) & (lengths <= _MATRIX_ROW_LENGTH)]):
         index = starts[lengths == length][:, None] + np.arange(length)
-        out[index] = np.sort(out[index], axis=1)
+        rows = out[index]
+        rows.sort(axis=1)
+        out[index] = rows
     long = lengths > _MATRIX_ROW_LENGTH
     for start, length in zip(starts[long].tolist(), lengths[long].tolist(), strict=True):
         out[start : start + length].sort()

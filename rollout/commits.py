@@ -1,0 +1,67 @@
+"""Read the records of a dataset: what made it, and every part that counts."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from rollout.errors import DatasetError
+from rollout.schema import layout
+from rollout.schema.records import CommitRecord, DatasetRecord, RecordError
+from rollout.storage import Storage
+
+_READERS: Final = 16
+
+
+def find_record(storage: Storage) -> DatasetRecord | None:
+    """Read what made the dataset; None where there is none.
+
+    Raises:
+        DatasetError: the record is damaged or of a newer format.
+    """
+    try:
+        return DatasetRecord.from_json(storage.read_bytes(layout.DATASET_FILE))
+    except FileNotFoundError:
+        return None
+    except RecordError as error:
+        raise DatasetError(f"{storage.url}/{layout.DATASET_FILE}: {error}") from error
+
+
+def read_commit(storage: Storage, name: str) -> CommitRecord:
+    """Read one commit record.
+
+    Raises:
+        FileNotFoundError: the part is not committed.
+        DatasetError: the record is damaged or of a newer format.
+    """
+    try:
+        return CommitRecord.from_json(storage.read_bytes(name))
+    except RecordError as error:
+        raise DatasetError(f"{storage.url}/{name}: {error}") from error
+
+
+def read_commits(storage: Storage) -> list[CommitRecord]:
+    """Read every commit record, by unit and part, with no part left out.
+
+    Raises:
+        DatasetError: a record is missing, damaged or of a newer format.
+    """
+    highest: dict[str, int] = {}
+    for base in storage.list(layout.COMMIT_FOLDER):
+        parsed = layout.parse_part(base)
+        if parsed is not None and parsed.attempt is None:
+            highest[parsed.unit] = max(parsed.part, highest.get(parsed.unit, -1))
+    # parts have no holes, so a name that a listing missed is read all the same
+    names = [
+        layout.commit_name(unit, part)
+        for unit in sorted(highest)
+        for part in range(highest[unit] + 1)
+    ]
+    try:
+        with ThreadPoolExecutor(_READERS) as pool:
+            return list(pool.map(lambda name: read_commit(storage, name), names))
+    except FileNotFoundError as error:
+        raise DatasetError(
+            f"dataset {storage.url}: a commit record is missing although later parts exist: "
+            f"{error}: copy the dataset again"
+        ) from error

@@ -1,0 +1,127 @@
+"""Put finished files into place on a local file system, so that nobody sees half of one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+import uuid
+from pathlib import Path
+from typing import Final
+
+_TRIES: Final = 100
+
+
+def scratch_file(folder: Path) -> Path:
+    """Make an empty file for unfinished data, and its folder where it is missing.
+
+    Its name does not end like that of a finished file, so that no glob picks it up.
+    """
+    for _ in range(_TRIES):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            path = folder / f"{uuid.uuid4().hex}.part"
+            path.touch(exist_ok=False)
+        except FileNotFoundError:
+            # another process removed the empty folder in between
+            continue
+        return path
+    raise FileNotFoundError(f"{folder}: removed as often as it was made")
+
+
+def link_bytes(data: bytes, target: Path, scratch: Path) -> bool:
+    """Create a file with these bytes unless there is one.
+
+    Args:
+        data: all of the file.
+        target: where; its folders are made.
+        scratch: a folder on the same file system.
+
+    Returns:
+        Whether this call created it.
+    """
+    finished = _finished(data, scratch)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        # fails where a file exists, in one step
+        os.link(finished, target)
+    except FileExistsError:
+        return False
+    finally:
+        finished.unlink(missing_ok=True)
+    _sync_folder(target.parent)
+    return True
+
+
+def replace_bytes(data: bytes, target: Path, scratch: Path) -> None:
+    """Write a file with these bytes, in place of the one that may be there.
+
+    Args:
+        data: all of the file.
+        target: where; its folders are made.
+        scratch: a folder on the same file system.
+    """
+    finished = _finished(data, scratch)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    finished.replace(target)
+    _sync_folder(target.parent)
+
+
+def link_file(local: Path, target: Path, scratch: Path) -> None:
+    """Give a finished file its name, without a copy when it is on the same file system.
+
+    Args:
+        local: the file; not to be written to afterwards.
+        target: where; its folders are made.
+        scratch: a folder on the target's file system.
+
+    Raises:
+        FileExistsError: there is another file.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    copy = local
+    if local.stat().st_dev != target.parent.stat().st_dev:
+        copy = scratch_file(scratch)
+        shutil.copyfile(local, copy)
+    try:
+        with copy.open("rb") as file:
+            os.fsync(file.fileno())
+        os.link(copy, target)
+    except FileExistsError:
+        # a repeated call finds its own link
+        if not os.path.samefile(copy, target):
+            raise
+    finally:
+        if copy is not local:
+            copy.unlink(missing_ok=True)
+    _sync_folder(target.parent)
+
+
+def remove_stale(folder: Path, seconds: float) -> None:
+    """Remove the files in a folder that nobody wrote to for so long, then the folder if empty."""
+    with contextlib.suppress(FileNotFoundError):
+        for path in folder.iterdir():
+            if path.stat().st_mtime < time.time() - seconds:
+                path.unlink()
+    # fails while it holds a live writer's file
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def _finished(data: bytes, scratch: Path) -> Path:
+    """A complete file with these bytes, on the disk for good."""
+    path = scratch_file(scratch)
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return path
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
