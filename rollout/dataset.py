@@ -28,7 +28,7 @@ from rollout.shard import ROW_GROUP_BYTES, ShardInfo, verify_shard, write_shard
 from rollout.sidecars import plan_bytes, read_plan, rejected_bytes
 from rollout.storage import Storage
 
-__all__ = ["DatasetView", "DatasetWriter", "read_dataset"]
+__all__ = ["DatasetView", "DatasetWriter", "dataset_exists", "read_dataset"]
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +36,31 @@ _ABSENT: Final = "(absent)"
 _EMPTY: Final = ShardInfo(
     size=0, sha256="", rows=0, tokens=0, entries=0, max_token_id=-1, row_groups=()
 )
+
+
+def dataset_exists(storage: Storage, record: DatasetRecord) -> bool:
+    """Say whether a job would go on with what is in the output, or start a dataset there.
+
+    Args:
+        storage: the output.
+        record: what is about to make the data.
+
+    Raises:
+        OutputError: the folder holds another run, or files of one without its record.
+        DatasetError: what is there is damaged or of a newer format.
+    """
+    found = find_record(storage)
+    if found is None:
+        for folder in (layout.DATA_FOLDER, layout.COMMIT_FOLDER):
+            if storage.list(folder):
+                raise OutputError(
+                    f"output {storage.url}: `{folder}/` holds files but there is no "
+                    f"{layout.DATASET_FILE}: choose an empty folder"
+                )
+        return False
+    if found.fingerprint != record.fingerprint:
+        raise OutputError(_other_run(storage, found, record))
+    return True
 
 
 class DatasetWriter:
@@ -50,6 +75,8 @@ class DatasetWriter:
         self.storage = storage
         self.record = record
         """The record in the dataset, which may carry another job's provenance."""
+        self.engine: dict[str, Any] = {}
+        """What samples now: version, runner and dtypes of the engine; goes into commit records."""
         self._scratch = scratch
         self._row_group_bytes = row_group_bytes
         self._lock = threading.RLock()
@@ -80,22 +107,13 @@ class DatasetWriter:
             OutputError: the folder holds another run, or files of one without its record.
             DatasetError: what is there is damaged or of a newer format.
         """
+        if not dataset_exists(storage, record):
+            # not created where another process was first: then its record is compared
+            storage.create_exclusive(layout.DATASET_FILE, record.to_json())
+            dataset_exists(storage, record)
         found = find_record(storage)
         if found is None:
-            for folder in (layout.DATA_FOLDER, layout.COMMIT_FOLDER):
-                if storage.list(folder):
-                    raise OutputError(
-                        f"output {storage.url}: `{folder}/` holds files but there is no "
-                        f"{layout.DATASET_FILE}: choose an empty folder"
-                    )
-            if storage.create_exclusive(layout.DATASET_FILE, record.to_json()):
-                found = record
-            else:
-                found = find_record(storage)
-        if found is None:
             raise OutputError(f"output {storage.url}: {layout.DATASET_FILE} came and went")
-        if found.fingerprint != record.fingerprint:
-            raise OutputError(_other_run(storage, found, record))
         writer = cls(storage, found, scratch, row_group_bytes)
         for commit in read_commits(storage):
             writer._apply(commit)
@@ -270,6 +288,7 @@ class DatasetWriter:
             rejected_file=rejected_file,
             rejected_rows=len(rejected),
             rejected_keys=tuple(item.key for item in rejected),
+            engine=dict(self.engine),
             created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
         )
 

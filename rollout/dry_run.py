@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import yaml
 
 from rollout.config import JobConfig
-from rollout.dataset import DatasetWriter
+from rollout.dataset import dataset_exists
 from rollout.engine import engine_arguments
 from rollout.prompts import Prompt, read_prompts
 from rollout.resolve import resolve_job
@@ -26,11 +27,12 @@ def describe_job(config: JobConfig) -> str:
     job = resolve_job(config)
     storage = Storage.open(config.output.path, config.output.storage_options)
     storage.probe()
-    DatasetWriter.check(storage, job.record)
+    exists = dataset_exists(storage, job.record)
     effective = config.model_dump(mode="json")
     for section in ("prompts", "output"):
         effective[section].pop("storage_options")
-    sections = {
+    sections: dict[str, Any] = {
+        "output": "goes on with the dataset there" if exists else "starts a dataset",
         "fingerprint": job.record.fingerprint,
         "job": effective,
         "model": job.files.record(),
@@ -44,9 +46,10 @@ def describe_job(config: JobConfig) -> str:
     rows = read_prompts(config.prompts, config.sampling)
     for row in itertools.islice(rows, _SHOWN_PROMPTS):
         rendered = job.renderer.render(row, None) if isinstance(row, Prompt) else row
+        shown: dict[str, Any] = {"line": row.line}
         if isinstance(rendered, Rejection):
-            shown = {"line": rendered.line, "rejected": f"{rendered.reason}: {rendered.detail}"}
+            shown["rejected"] = f"{rendered.reason}: {rendered.detail}"
         else:
-            shown = {"line": row.line, "token_ids": rendered, "text": job.renderer.show(rendered)}
+            shown |= {"token_ids": rendered, "text": job.renderer.show(rendered)}
         sections["first prompts"].append(shown)
     return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=100).rstrip()

@@ -34,6 +34,7 @@ _OWNED = {
     "logprobs_mode": "the capture",
     "max_logprobs": "the capture",
     "return_sampling_mask": "the capture",
+    "hf_token": "the environment variable HF_TOKEN: the job file is recorded in the dataset",
 }
 # each lets tokens be drawn from a distribution that the capture does not see
 _REFUSED = {
@@ -159,17 +160,29 @@ class Engine:
         self.max_model_len: int = self._llm.model_config.max_model_len
         self.max_num_seqs: int = self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
 
-    def start_capture(self, folder: str) -> dict[str, Any]:
-        """Record into a spool folder from now on.
+    def start_capture(self, folder: str) -> None:
+        """Record into a spool folder from now on."""
+        self._llm.collective_rpc("capture_start", args=(folder,))
 
-        Returns:
-            facts about the engine: version, runner, dtypes.
-        """
-        return self._facts(self._llm.collective_rpc("capture_start", args=(folder,)))
-
-    def flush_capture(self) -> dict[str, Any]:
+    def flush_capture(self) -> None:
         """Wait until everything captured is in the spool; drains the steps in flight."""
-        return self._facts(self._llm.collective_rpc("capture_flush"))
+        self._llm.collective_rpc("capture_flush")
+
+    def facts(self) -> dict[str, Any]:
+        """Describe what samples: version, runner, dtypes of weights, head and logits.
+
+        The dtype of the logits is known once a token has been sampled. Drains the steps in flight.
+
+        Raises:
+            EngineError: not exactly one rank captures.
+        """
+        import vllm
+
+        replies = self._llm.collective_rpc("capture_facts")
+        facts = [reply for reply in replies if reply is not None]
+        if len(facts) != 1:
+            raise EngineError(f"{len(facts)} of {len(replies)} ranks capture, expected 1")
+        return {"engine": "vllm", "engine_version": vllm.__version__, **facts[0]}
 
     def add(self, request_id: str, prompt_token_ids: list[int], params: Any) -> str:
         """Queue a request.
@@ -231,14 +244,6 @@ class Engine:
     def close(self) -> None:
         """Shut the engine and its processes down."""
         self._llm.llm_engine.engine_core.shutdown()
-
-    def _facts(self, replies: list[Any]) -> dict[str, Any]:
-        import vllm
-
-        facts = [reply for reply in replies if reply is not None]
-        if len(facts) != 1:
-            raise EngineError(f"{len(facts)} ranks capture, expected 1 of {len(replies)}")
-        return {"engine": "vllm", "engine_version": vllm.__version__} | facts[0]
 
 
 def engine_arguments(
@@ -330,7 +335,7 @@ def _has_cuda() -> bool:
 def _set_environment() -> None:
     """Set what must stand before vLLM is imported; what the user has set stays."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not _has_cuda():
         # one process: three times the start-up otherwise, and no launch thread to keep free
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

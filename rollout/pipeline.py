@@ -15,7 +15,7 @@ import numpy as np
 from rollout.assemble import Assembler, CapturedTokens, Failure, suggested_capacity
 from rollout.capture import request as kinds
 from rollout.config import JobConfig, SamplingConfig
-from rollout.dataset import DatasetWriter
+from rollout.dataset import DatasetWriter, dataset_exists
 from rollout.engine import Engine, Finished, sampling_params
 from rollout.progress import Progress
 from rollout.resolve import ResolvedJob, resolve_job
@@ -76,32 +76,88 @@ def generate(config: JobConfig, *, show_progress: bool = True) -> Summary:
     job = resolve_job(config)
     storage = Storage.open(config.output.path, config.output.storage_options)
     storage.probe()
-    writer = DatasetWriter.open(storage, job.record)
+    exists = dataset_exists(storage, job.record)
     with tempfile.TemporaryDirectory(prefix="rollout-spool-") as folder:
-        run = _Run(job, writer, folder, Progress() if show_progress else None)
+        engine = LazyEngine(job, folder)
         try:
-            run.work()
+            if not exists:
+                engine.get()  # an engine that can't start leaves nothing in an empty output
+            writer = DatasetWriter.open(storage, job.record)
+            run = _Run(job, writer, engine, folder, Progress() if show_progress else None)
+            try:
+                run.work()
+            finally:
+                run.finish()
         finally:
-            run.close()
+            engine.close()
         writer.remove_orphans()
         return run.summary()
+
+
+class LazyEngine:
+    """The job's engine, started when it is first needed: a finished job needs none."""
+
+    def __init__(self, job: ResolvedJob, spool_folder: str) -> None:
+        """Start nothing.
+
+        Args:
+            job: what to start it with.
+            spool_folder: where its capture writes.
+        """
+        self._job = job
+        self._spool_folder = spool_folder
+        self._engine: Engine | None = None
+        # without a seed of the job's every run draws afresh: a resumed one must not repeat itself
+        seed = job.config.sampling.seed
+        self.seed = secrets.randbits(31) if seed is None else seed
+
+    @property
+    def running(self) -> Engine | None:
+        """The engine, if it has been started."""
+        return self._engine
+
+    def get(self) -> Engine:
+        """Return the engine, starting it the first time.
+
+        Raises:
+            EngineError: it does not start.
+        """
+        if self._engine is None:
+            job = self._job
+            self._engine = Engine(
+                job.files,
+                job.config.model,
+                job.config.capture,
+                job.config.engine,
+                seed=self.seed % 2**31,
+                has_tokenizer=job.renderer.has_tokenizer,
+            )
+            self._engine.start_capture(self._spool_folder)
+        return self._engine
+
+    def close(self) -> None:
+        """Stop the engine if it runs."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
 
 
 class _Run:
     """One run of a job: a window of requests over an engine that starts with the first of them."""
 
     def __init__(
-        self, job: ResolvedJob, writer: DatasetWriter, folder: str, progress: Progress | None
+        self,
+        job: ResolvedJob,
+        writer: DatasetWriter,
+        engine: LazyEngine,
+        folder: str,
+        progress: Progress | None,
     ) -> None:
         self._job = job
         self._writer = writer
-        self._folder = folder
+        self._engine = engine
         self._progress = progress
         config = job.config
-        self._seed = config.sampling.seed
-        # without a seed of the job's every run draws afresh: a resumed one must not repeat itself
-        self._run_seed = secrets.randbits(31) if self._seed is None else self._seed
-        self._engine: Engine | None = None
         self._reader = SpoolReader(folder)
         self._assembler = Assembler(capacity=config.capture.support_capacity)
         self._units = UnitBuffers(writer, config.output)
@@ -126,26 +182,24 @@ class _Run:
                     self._start(request)
             if not self._in_flight and not self._returned:
                 break
-            if self._engine is not None and self._engine.has_unfinished:
-                for finished in self._engine.step():
+            engine = self._engine.get()
+            if engine.has_unfinished:
+                for finished in engine.step():
                     request = self._in_flight.pop(finished.internal_id)
                     self._returned[finished.internal_id] = _Returned(
                         request=request, finished=finished
                     )
-            elif self._engine is not None:
-                self._engine.flush_capture()  # nothing more is coming: what is missing stays missing
+            else:
+                engine.flush_capture()  # nothing more is coming: what is missing stays missing
             self._collect()
             self._units.tick()
             self._show()
 
-    def close(self) -> None:
-        """Commit what is finished and stop the engine, also after an error."""
+    def finish(self) -> None:
+        """Commit what is finished, also after an error."""
         self._units.flush()
         if self._progress is not None:
             self._progress.close()
-        if self._engine is not None:
-            self._summary.engine = self._engine.flush_capture()
-            self._engine.close()
 
     def summary(self) -> Summary:
         """Count up what was done."""
@@ -166,7 +220,8 @@ class _Run:
         return summary
 
     def _window(self) -> int:
-        return 1 if self._engine is None else _WINDOW * self._engine.max_num_seqs
+        engine = self._engine.running
+        return 1 if engine is None else _WINDOW * engine.max_num_seqs
 
     def _requests(self, items: Iterator[WorkItem]) -> Iterator[_Request]:
         """Follow the units and render their prompts; what can't run is set aside on the way."""
@@ -182,7 +237,7 @@ class _Run:
                 yield from self._render(item)
 
     def _render(self, item: Missing) -> Iterator[_Request]:
-        engine = self._running_engine()
+        engine = self._engine.get()
         rendered = self._job.renderer.render(item.prompt, engine.max_model_len)
         if isinstance(rendered, Rejection):
             self._summary.prompts_rejected += 1
@@ -193,31 +248,17 @@ class _Run:
         for index in item.sample_indices:
             yield _Request(unit=item.unit, item=item, sample_index=index, prompt_token_ids=rendered)
 
-    def _running_engine(self) -> Engine:
-        if self._engine is None:
-            job = self._job
-            self._engine = Engine(
-                job.files,
-                job.config.model,
-                job.config.capture,
-                job.config.engine,
-                seed=self._run_seed % 2**31,
-                has_tokenizer=job.renderer.has_tokenizer,
-            )
-            self._engine.start_capture(self._folder)
-        return self._engine
-
     def _start(self, request: _Request) -> None:
-        engine = self._running_engine()
+        engine = self._engine.get()
         if self._first_request is None:
             self._first_request = time.monotonic()
         prompt, sampling = request.item.prompt, request.item.prompt.sampling
-        seed = rollout_seed(self._run_seed, prompt.key, request.sample_index)
+        seed = rollout_seed(self._engine.seed, prompt.key, request.sample_index)
         params = sampling_params(
             sampling,
             kind=_row_kind(sampling, self._job.config.capture.top),
             draw_seed=seed,
-            seed=None if self._seed is None else seed,
+            seed=None if self._job.config.sampling.seed is None else seed,
             stop_ids=self._job.stop_ids,
         )
         self._units.start(request.unit)
@@ -230,12 +271,12 @@ class _Run:
         for failure in self._assembler.feed(self._reader.poll()):
             self._assembler.close(failure.request_id)
             if failure.request_id in self._in_flight:
-                assert self._engine is not None
-                self._engine.abort([failure.request_id])
+                self._engine.get().abort([failure.request_id])
                 self._fail(self._in_flight.pop(failure.request_id), failure)
             elif failure.request_id in self._returned:
                 self._fail(self._returned.pop(failure.request_id).request, failure)
-        engine_idle = self._engine is None or not self._engine.has_unfinished
+        engine = self._engine.running
+        engine_idle = engine is None or not engine.has_unfinished
         now = time.monotonic()
         for internal_id, returned in list(self._returned.items()):
             token_ids = np.array(returned.finished.token_ids, np.int32)
@@ -266,6 +307,8 @@ class _Run:
             )
             self._fail(request, failure)
             return
+        if not self._writer.engine:
+            self._writer.engine = self._engine.get().facts()
         self._tokens += len(token_ids)
         self._entries += 0 if row.support_entries is None else row.support_entries.size
         self._units.add(request.unit, row)

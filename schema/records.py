@@ -113,6 +113,8 @@ class CommitRecord:
     rejected_rows: int
     rejected_keys: tuple[tuple[str, int | None], ...]
     """The (prompt_key, sample_index) of every rejected row; None for a whole prompt."""
+    engine: dict[str, Json]
+    """What sampled this part: version and runner of the engine, dtypes of head and logits."""
     created_at: str
     """UTC, ISO 8601."""
 

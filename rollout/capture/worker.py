@@ -42,30 +42,23 @@ class CaptureWorkerMixin:
         available: int = super().determine_available_memory()  # type: ignore[misc]
         return available - (self._capture.device_bytes if self._capture else 0)
 
-    def capture_start(self, folder: str) -> dict[str, Any] | None:
-        """Start recording into a spool folder.
+    def capture_start(self, folder: str) -> None:
+        """Start recording into a spool folder."""
+        if self._capture is not None:
+            self._capture.start(folder)
 
-        Returns:
-            facts about the engine, or null on ranks that do not capture.
-        """
-        if self._capture is None:
+    def capture_flush(self) -> None:
+        """Return once everything that was captured so far is in the spool."""
+        if self._capture is not None:
+            self._capture.flush()
+
+    def capture_facts(self) -> dict[str, Any] | None:
+        """Describe what produced the logits; null on ranks that do not capture."""
+        if self._adapter is None:
             return None
-        self._capture.start(folder)
-        return self.capture_facts()
-
-    def capture_flush(self) -> dict[str, Any] | None:
-        """Write everything that was captured so far; returns the facts as `capture_start` does."""
-        if self._capture is None:
-            return None
-        self._capture.flush()
-        return self.capture_facts()
-
-    def capture_facts(self) -> dict[str, Any]:
-        """Describe what produced the logits."""
         model = self.model_runner.get_model()
         head = getattr(model, "lm_head", None)
         weight = getattr(head, "weight", None)
-        assert self._adapter is not None
         return {
             "runner": type(self.model_runner).__name__,
             "head_dtype": None if weight is None else str(weight.dtype).removeprefix("torch."),
