@@ -1,0 +1,141 @@
+"""Jobs on the real CPU engine, for the tests that run them in-process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from rollout.capture.batch import BatchRows
+from rollout.capture.core import CaptureCore
+from rollout.config import JobConfig
+from rollout.jobfile import check_job
+from rollout.storage import Storage
+
+
+def write_prompts(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    """Write rows as JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def make_job(model: Path, prompts: Path, output: str | Path, **sections: Any) -> JobConfig:
+    """A job on the CPU engine; `sampling`, `engine` and the like override the defaults."""
+    engine = {
+        "max_num_seqs": 16,
+        "max_model_len": 256,
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 64 * 2**20,
+    } | sections.pop("engine", {})
+    data: dict[str, Any] = {
+        "model": {"path": str(model), "dtype": "float32"} | sections.pop("model", {}),
+        "prompts": {"path": str(prompts)} | sections.pop("prompts", {}),
+        "sampling": {"max_tokens": 16} | sections.pop("sampling", {}),
+        "capture": {"support_capacity": 2**18} | sections.pop("capture", {}),
+        "output": {"path": str(output)} | sections.pop("output", {}),
+        "engine": engine,
+    }
+    return check_job(data | sections)
+
+
+def read_rows(output: str | Path) -> list[dict[str, Any]]:
+    """Read every committed row with pyarrow alone, checksums verified, in the records' order.
+
+    `request` is added: the start of the engine's request id.
+    """
+    root = Path(output)
+    rows: list[dict[str, Any]] = []
+    for path in sorted((root / "_commit").glob("*.json")):
+        record = json.loads(path.read_text())
+        if record["file"] is None:
+            continue
+        parquet = pq.ParquetFile(root / record["file"], page_checksum_verification=True)
+        found: list[dict[str, Any]] = []
+        for group in range(parquet.num_row_groups):
+            found += parquet.read_row_group(group).to_pylist()
+        for row, (key, index) in zip(found, record["keys"], strict=True):
+            rows.append(row | {"request": f"{key[:16]}-{index}-"})
+    return rows
+
+
+def read_rejected(output: str | Path) -> list[dict[str, Any]]:
+    """Read the rejected tables that the commit records name."""
+    root = Path(output)
+    rows: list[dict[str, Any]] = []
+    for record in sorted((root / "_commit").glob("*.json")):
+        file = json.loads(record.read_text())["rejected_file"]
+        if file is not None:
+            rows += pq.read_table(root / file).to_pylist()
+    return rows
+
+
+def unpack(entries: Sequence[int]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Unpack entries by the format's text alone: ids, and the float32 bits above them."""
+    packed = np.array(entries, np.uint64)
+    ids = (packed & np.uint64(0xFFFFFFFF)).astype(np.int64)
+    return ids, (packed >> np.uint64(32)).astype(np.uint32).view(np.float32)
+
+
+@dataclass
+class SeenLogits:
+    """The masked logits of every sampled token, by (internal request id, output position)."""
+
+    rows: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+    sampled: dict[tuple[str, int], int] = field(default_factory=dict)
+    replaced: int = 0
+    discarded: int = 0
+
+
+@contextmanager
+def seen_logits() -> Iterator[SeenLogits]:
+    """Keep what vLLM's own top-k/top-p sampler returned as the masked logits of each step."""
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+    seen = SeenLogits()
+    last: list[torch.Tensor] = []
+    stock_forward, stock_on_step = TopKTopPSampler.forward_cpu, CaptureCore.on_step
+
+    def forward_cpu(self: Any, *args: Any, **kwargs: Any) -> Any:
+        sampled, masked = stock_forward(self, *args, **kwargs)
+        last[:] = [masked.clone()]
+        return sampled, masked
+
+    def on_step(
+        self: CaptureCore, logits: torch.Tensor, sampled: torch.Tensor, rows: BatchRows
+    ) -> None:
+        masked = last.pop() if last else logits.clone()
+        for i, request_id in enumerate(rows.request_ids):
+            if rows.kinds[i] == 0:
+                seen.discarded += 1
+                continue
+            key = (request_id, int(rows.positions[i]))
+            seen.replaced += key in seen.rows
+            seen.rows[key] = masked[i]
+            seen.sampled[key] = int(sampled[i])
+        stock_on_step(self, logits, sampled, rows)
+
+    TopKTopPSampler.forward_cpu = forward_cpu
+    CaptureCore.on_step = on_step  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        TopKTopPSampler.forward_cpu = stock_forward
+        CaptureCore.on_step = stock_on_step  # type: ignore[method-assign]
+
+
+def memory_rows(url: str) -> list[dict[str, Any]]:
+    """Read the committed rows of any fsspec output."""
+    storage = Storage.open(url, {})
+    rows: list[dict[str, Any]] = []
+    for name in sorted(storage.list("_commit")):
+        file = json.loads(storage.read_bytes(f"_commit/{name}"))["file"]
+        rows += pq.read_table(pa.BufferReader(storage.read_bytes(file))).to_pylist()
+    return rows
