@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-DOT_TILE = 32
+DOT_TILE = 16
 """Entries of one program of the sampled product."""
 
 DOT_WARPS = 4
@@ -19,7 +19,11 @@ SUM_UNROLL = 4
 SUM_WARPS = 4
 """Warps of one program of the segment sums."""
 
-MIN_SUM_TILE = 256
+SUM_BLOCK = 1024
+"""Columns of one program of the segment sums. All programs of one block of columns run before those
+of the next, so that their part of the gathered matrix stays in the cache."""
+
+MIN_SUM_TILE = 64
 """Entries of a segment that one program sums, at least."""
 
 ENTRY_BLOCK = 1024
@@ -30,6 +34,15 @@ MIN_HOT_MEAN = 48
 
 HOT_BLOCK = 2048
 """Ids of the dense block, at most."""
+
+DENSE_BLOCK_ELEMENTS = 1 << 27
+"""Logits of one block of the dense head, at most, unless N * H is more."""
+
+WIDE_BLOCK_ELEMENTS = 1 << 25
+"""Logits of one block of the wide rows, at most, unless N * H is more."""
+
+WIDE_SHARE = 96
+"""A support of more than V / WIDE_SHARE ids is cheaper by the product with the whole weight."""
 
 
 def hot_block(num_rows: int, num_entries: int, vocab: int, width: int, dtype: torch.dtype) -> int:
@@ -43,12 +56,14 @@ def hot_block(num_rows: int, num_entries: int, vocab: int, width: int, dtype: to
     return min(HOT_BLOCK, width, vocab)
 
 
-def row_block(num_rows: int, num_entries: int) -> tuple[int, int]:
-    """Return the block and the warps of a kernel with one program a row."""
-    mean = num_entries / max(1, num_rows)
-    if mean <= 32:
-        return 128, 1
-    return (512, 4) if mean <= 1024 else (4096, 8)
+def row_blocks(num_rows: int, num_entries: int) -> dict[str, int]:
+    """Return the launch options of a kernel with one program a row.
+
+    A row is done in steps of LONG entries, its rest in steps of BLOCK.
+    """
+    if num_entries <= 32 * num_rows:
+        return {"BLOCK": 128, "LONG": 1024, "num_warps": 1}
+    return {"BLOCK": 512, "LONG": 4096, "num_warps": 4}
 
 
 def width_block(width: int, limit: int) -> int:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from rollout.kernels.head_config import ENTRY_BLOCK
+from rollout.kernels.matmul import matmul_fp32
 
 # N rows, E entries of all rows, V vocabulary, H hidden size, B ids of the block
 
@@ -58,39 +59,34 @@ def _compact_kernel(cold_ptr, ranks_ptr, entries_ptr, num_entries, BLOCK: tl.con
 @triton.jit
 def _block_grads_kernel(
     coefficients_ptr,
-    order_ptr,
-    sorted_keys_ptr,
+    keys_ptr,
     rows_ptr,
     slots_ptr,
     grads_ptr,
-    num_entries,
-    vocab,
+    count_ptr,
     num_rows,
     BLOCK: tl.constexpr,
 ):
+    count = tl.load(count_ptr)
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < num_entries
-    key = tl.load(sorted_keys_ptr + place, mask=inside, other=vocab)
-    slot = tl.load(slots_ptr + key, mask=key < vocab, other=-1).to(tl.int64)
+    inside = place < count
+    key = tl.load(keys_ptr + place, mask=inside, other=0)
+    slot = tl.load(slots_ptr + key, mask=inside, other=-1).to(tl.int64)
     hot = slot >= 0
-    entry = tl.load(order_ptr + place, mask=hot, other=0)
-    row = tl.load(rows_ptr + entry, mask=hot, other=-1)
-    total = tl.load(coefficients_ptr + entry, mask=hot, other=0.0)
+    row = tl.load(rows_ptr + place, mask=hot, other=-1)
+    total = tl.load(coefficients_ptr + place, mask=hot, other=0.0)
     earlier = hot & (place > 0)
-    key_before = tl.load(sorted_keys_ptr + place - 1, mask=earlier, other=-1)
-    row_before = tl.load(
-        rows_ptr + tl.load(order_ptr + place - 1, mask=earlier, other=0), mask=earlier, other=-1
-    )
+    key_before = tl.load(keys_ptr + place - 1, mask=earlier, other=-1)
+    row_before = tl.load(rows_ptr + place - 1, mask=earlier, other=-1)
     first = hot & ((key_before != key) | (row_before != row))
     # a row that names an id more than once has those entries in a run, which its first adds up
     step = 1
     more = first
     while tl.max(more.to(tl.int32), 0) > 0:
-        more = more & (place + step < num_entries)
-        more = more & (tl.load(sorted_keys_ptr + place + step, mask=more, other=-1) == key)
-        entry = tl.load(order_ptr + place + step, mask=more, other=0)
-        more = more & (tl.load(rows_ptr + entry, mask=more, other=-1) == row)
-        total += tl.load(coefficients_ptr + entry, mask=more, other=0.0)
+        more = more & (place + step < count)
+        more = more & (tl.load(keys_ptr + place + step, mask=more, other=-1) == key)
+        more = more & (tl.load(rows_ptr + place + step, mask=more, other=-1) == row)
+        total += tl.load(coefficients_ptr + place + step, mask=more, other=0.0)
         step += 1
     tl.store(grads_ptr + slot * num_rows + row, total, mask=first)
 
@@ -198,8 +194,8 @@ def hot_logits(
 def hot_grads(
     hidden: torch.Tensor,  # [N, H]
     weight: torch.Tensor,  # [V, H]
-    coefficients: torch.Tensor,  # [E]
-    rows: torch.Tensor,  # [E]
+    sorted_coefficients: torch.Tensor,  # [E]
+    sorted_rows: torch.Tensor,  # [E]
     order: IdOrder,
     hot: HotIds,
     *,
@@ -210,8 +206,8 @@ def hot_grads(
     Args:
         hidden: [N, H] bf16 or fp16.
         weight: [V, H], the same.
-        coefficients: [E] fp32, gradients of the dot products.
-        rows: [E] int32.
+        sorted_coefficients: [E] fp32, gradients of the dot products, in the order of `order`.
+        sorted_rows: [E] int32, likewise.
         order: of the entries.
         hot: from `hot_logits`.
         needs_hidden: whether to compute the first result.
@@ -220,36 +216,17 @@ def hot_grads(
         grad_hidden: [N, H] fp32, or None.
         grad_rows: [B, H] in the weight's dtype, the gradient of weight[hot.ids].
     """
-    num_rows, num_entries = hidden.shape[0], rows.shape[0]
+    num_rows, num_entries = hidden.shape[0], sorted_rows.shape[0]
     grads = torch.zeros(hot.ids.shape[0], num_rows, dtype=weight.dtype, device=weight.device)
     _block_grads_kernel[(triton.cdiv(num_entries, ENTRY_BLOCK),)](
-        coefficients,
-        order.entries,
+        sorted_coefficients,
         order.keys,
-        rows,
+        sorted_rows,
         hot.slots,
         grads,
-        num_entries,
-        weight.shape[0],
+        order.offsets[-1:],
         num_rows,
         BLOCK=ENTRY_BLOCK,
     )
     grad_hidden = matmul_fp32(grads.T, weight[hot.ids]) if needs_hidden else None
     return grad_hidden, grads @ hidden
-
-
-def matmul_fp32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Multiply two matrices with fp32 accumulation and an fp32 result.
-
-    Args:
-        left: [A, B], any float dtype.
-        right: [B, C], the same.
-
-    Returns:
-        [A, C] fp32.
-    """
-    if left.dtype == torch.float32:
-        return left @ right
-    if left.device.type == "cuda":
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()

@@ -9,8 +9,8 @@ weight matter:
 
 The support is a CSR matrix over (row, id); it is the sparsity pattern of the product, of its
 gradient with respect to the hidden states (a segment sum over rows) and of that with respect to the
-weight (a segment sum over ids). Rows of one entry have log-probability 0 and gradient 0 exactly, and
-cost nothing; so do empty rows.
+weight (a segment sum over ids). Rows of one entry have log-probability 0 and gradient 0 exactly,
+and cost nothing; so do empty rows. Nothing waits for the device: every size follows from a shape.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from torch.autograd.function import once_differentiable
 from rollout.kernels.head_config import hot_block
 from rollout.kernels.hot_ids import HotIds, IdOrder, hot_grads, hot_logits, sort_by_id
 from rollout.kernels.launch import Impl, choose_impl
-from rollout.kernels.support_head_bwd import logit_grads, segment_sum
+from rollout.kernels.segment_sum import segment_sum
+from rollout.kernels.support_head_bwd import logit_grads, take
 from rollout.kernels.support_head_fwd import entry_keys, row_softmax, sampled_product
 
 # N rows, E entries of all rows, V vocabulary, H hidden size
@@ -65,7 +66,7 @@ def support_logprobs(
         ValueError: shapes or dtypes disagree, ids out of [0, V) (CPU), or a target is missing from
             its support.
     """
-    _check_arguments(hidden, weight, support_ids, support_offsets, target_ids, inverse_temperature)
+    check_arguments(hidden, weight, support_ids, support_offsets, target_ids, inverse_temperature)
     if check_targets is None:
         check_targets = hidden.device.type == "cpu"
     if check_targets:
@@ -194,7 +195,7 @@ def _raise_missing(
         )
 
 
-def _check_arguments(
+def check_arguments(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     support_ids: torch.Tensor,
@@ -202,7 +203,19 @@ def _check_arguments(
     target_ids: torch.Tensor,
     inverse_temperature: torch.Tensor,
 ) -> None:
-    """Raise ValueError for what shapes, dtypes and (on the CPU) ids show to be wrong."""
+    """Check what every head takes, without waiting for a device.
+
+    Args:
+        hidden: [N, H] float.
+        weight: [V, H], the dtype of `hidden`.
+        support_ids: [E] int32 or int64.
+        support_offsets: [N + 1] int64.
+        target_ids: [N] int64.
+        inverse_temperature: [N].
+
+    Raises:
+        ValueError: shapes, dtypes, devices or (on the CPU) values are wrong.
+    """
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}, expected [N, H] and "
@@ -210,8 +223,8 @@ def _check_arguments(
         )
     if hidden.dtype != weight.dtype or not hidden.dtype.is_floating_point:
         raise ValueError(
-            f"hidden is {hidden.dtype} and weight {weight.dtype}, expected one floating dtype; cast "
-            "one of them"
+            f"hidden is {hidden.dtype} and weight {weight.dtype}, expected one floating dtype; "
+            "cast one of them"
         )
     num_rows = hidden.shape[0]
     for name, tensor, length in (
@@ -324,44 +337,36 @@ class _SupportLogprobs(torch.autograd.Function):
         hot: HotIds | None = ctx.hot
         order: IdOrder | None = ctx.order
         base: torch.Tensor | None = None
-        hot_rows: torch.Tensor | None = None
-        if hot is not None and order is not None:
-            base, hot_rows = hot_grads(
-                hidden,
-                weight,
-                coefficients,
-                rows,
-                order,
-                hot,
-                needs_hidden=ctx.needs_input_grad[0],
-            )
-        if ctx.needs_input_grad[0]:
-            grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-            segment_sum(
-                weight,
-                keys,
-                coefficients,
-                offsets if hot is None else hot.cold_offsets,
-                grad_hidden,
-                num_rows=hidden.shape[0],
-                order=None if hot is None else hot.cold_entries,
-                base=base,
-            )
         if ctx.needs_input_grad[1]:
             order = sort_by_id(keys, weight.shape[0]) if order is None else order
+            by_id = take(order.entries, order.offsets, rows, coefficients)
             grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+            if hot is not None:
+                base, hot_rows = hot_grads(
+                    hidden,
+                    weight,
+                    by_id[1],
+                    by_id[0],
+                    order,
+                    hot,
+                    needs_hidden=ctx.needs_input_grad[0],
+                )
+                grad_weight[hot.ids] = hot_rows
             segment_sum(
                 hidden,
-                rows,
-                coefficients,
+                *by_id,
                 order.offsets,
                 grad_weight,
                 num_rows=hidden.shape[0],
-                order=order.entries,
                 skip=None if hot is None else hot.slots,
             )
-            if hot is not None and hot_rows is not None:
-                grad_weight[hot.ids] = hot_rows
+        if ctx.needs_input_grad[0]:
+            by_row = keys, coefficients
+            if hot is not None:
+                offsets = hot.cold_offsets
+                by_row = take(hot.cold_entries, offsets, keys, coefficients)
+            grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+            segment_sum(weight, *by_row, offsets, grad_hidden, num_rows=hidden.shape[0], base=base)
         return grad_hidden, grad_weight, None, None, None, None
 
 

@@ -1,4 +1,4 @@
-"""Forward kernels of the sparse head: entry rows and keys, sampled product, log-softmax of each row.
+"""Forward kernels of the sparse head: keys, sampled product, log-softmax of each row.
 
 The product is balanced by tiles of entries, not by rows, so that a row of 100 k ids and a hundred
 thousand rows of one id cost the same per entry. A tile inside one row, the common case, loads that
@@ -11,9 +11,26 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout.kernels.head_config import DOT_TILE, DOT_WARPS, row_block, width_block
+from rollout.kernels.head_config import DOT_TILE, DOT_WARPS, row_blocks, width_block
 
 # N rows, E entries of all rows, V vocabulary, H hidden size
+
+
+@triton.jit
+def _write_keys(
+    ids_ptr, rows_ptr, keys_ptr, row, target, start, end, first, single, vocab, BLOCK: tl.constexpr
+):
+    for begin in range(start, end, BLOCK):
+        entry = begin + tl.arange(0, BLOCK).to(tl.int64)
+        inside = entry < end
+        ids = tl.load(ids_ptr + entry, mask=inside, other=-1).to(tl.int64)
+        hit = inside & (ids == target)
+        first = tl.minimum(first, tl.min(tl.where(hit, entry, 1 << 40)))
+        # the key of an entry that needs no work, or can't have any, lies behind the vocabulary
+        keys = tl.where(single | (ids < 0) | (ids >= vocab), vocab, ids)
+        tl.store(rows_ptr + entry, row.to(tl.int32), mask=inside)
+        tl.store(keys_ptr + entry, keys.to(tl.int32), mask=inside)
+    return first
 
 
 @triton.jit
@@ -26,23 +43,22 @@ def _entry_keys_kernel(
     positions_ptr,
     vocab,
     BLOCK: tl.constexpr,
+    LONG: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     start = tl.load(offsets_ptr + row)
     end = tl.load(offsets_ptr + row + 1)
     target = tl.load(targets_ptr + row)
     single = end - start == 1
-    first = end
-    for begin in range(start, end, BLOCK):
-        entry = begin + tl.arange(0, BLOCK).to(tl.int64)
-        inside = entry < end
-        ids = tl.load(ids_ptr + entry, mask=inside, other=-1).to(tl.int64)
-        first = tl.minimum(first, tl.min(tl.where(inside & (ids == target), entry, end)))
-        # the key of an entry that needs no work, or can't have any, lies behind the vocabulary
-        keys = tl.where(single | (ids < 0) | (ids >= vocab), vocab, ids)
-        tl.store(rows_ptr + entry, row.to(tl.int32), mask=inside)
-        tl.store(keys_ptr + entry, keys.to(tl.int32), mask=inside)
-    tl.store(positions_ptr + row, tl.where(first < end, first, -1))
+    none = row * 0 + (1 << 40)
+    middle = end - (end - start) % LONG
+    first = _write_keys(
+        ids_ptr, rows_ptr, keys_ptr, row, target, start, middle, none, single, vocab, BLOCK=LONG
+    )
+    first = _write_keys(
+        ids_ptr, rows_ptr, keys_ptr, row, target, middle, end, first, single, vocab, BLOCK=BLOCK
+    )
+    tl.store(positions_ptr + row, tl.where(first < none, first, -1))
 
 
 @triton.jit
@@ -110,12 +126,38 @@ def _dot_kernel(
 
 
 @triton.jit
+def _peak_and_sum(logits_ptr, start, end, BLOCK: tl.constexpr):
+    top = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for begin in range(start, end, BLOCK):
+        entry = begin + tl.arange(0, BLOCK).to(tl.int64)
+        z = tl.load(logits_ptr + entry, mask=entry < end, other=float("-inf"))
+        higher = tl.where(z > top, z, top)
+        # a lane that has seen nothing keeps a total of 0: its -inf - -inf must not be taken
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(top - shift) + tl.exp(z - shift)
+        top = higher
+    peak = tl.max(top)
+    shift = tl.where(peak == float("-inf"), 0.0, peak)
+    return peak, tl.sum(total * tl.exp(top - shift))
+
+
+@triton.jit
+def _subtract(logits_ptr, logsumexp, start, end, BLOCK: tl.constexpr):
+    for begin in range(start, end, BLOCK):
+        entry = begin + tl.arange(0, BLOCK).to(tl.int64)
+        z = tl.load(logits_ptr + entry, mask=entry < end, other=0.0)
+        tl.store(logits_ptr + entry, z - logsumexp, mask=entry < end)
+
+
+@triton.jit
 def _row_softmax_kernel(
     logits_ptr,
     offsets_ptr,
     positions_ptr,
     targets_ptr,
     BLOCK: tl.constexpr,
+    LONG: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     start = tl.load(offsets_ptr + row)
@@ -127,24 +169,18 @@ def _row_softmax_kernel(
         tl.store(targets_ptr + row, tl.where((position < 0) & (end > start), float("nan"), 0.0))
     else:
         target = tl.load(logits_ptr + tl.maximum(position, start))
-        top = tl.full((BLOCK,), float("-inf"), tl.float32)
-        total = tl.zeros((BLOCK,), tl.float32)
-        for begin in range(start, end, BLOCK):
-            entry = begin + tl.arange(0, BLOCK).to(tl.int64)
-            z = tl.load(logits_ptr + entry, mask=entry < end, other=float("-inf"))
-            # a lane that has seen nothing keeps a total of 0: its -inf - -inf must not be taken
-            higher = tl.where(z > top, z, top)
-            shift = tl.where(higher == float("-inf"), 0.0, higher)
-            total = total * tl.exp(top - shift) + tl.exp(z - shift)
-            top = higher
-        peak = tl.max(top)
-        logsumexp = peak + tl.log(tl.sum(total * tl.exp(top - peak)))
+        middle = end - (end - start) % LONG
+        peak, total = _peak_and_sum(logits_ptr, middle, end, BLOCK=BLOCK)
+        if middle > start:
+            peak_long, total_long = _peak_and_sum(logits_ptr, start, middle, BLOCK=LONG)
+            higher = tl.maximum(peak, peak_long)
+            total = total * tl.exp(peak - higher) + total_long * tl.exp(peak_long - higher)
+            peak = higher
+        logsumexp = peak + tl.log(total)
         # every lane has read the target before any lane overwrites it
         tl.debug_barrier()
-        for begin in range(start, end, BLOCK):
-            entry = begin + tl.arange(0, BLOCK).to(tl.int64)
-            z = tl.load(logits_ptr + entry, mask=entry < end, other=0.0)
-            tl.store(logits_ptr + entry, z - logsumexp, mask=entry < end)
+        _subtract(logits_ptr, logsumexp, start, middle, BLOCK=LONG)
+        _subtract(logits_ptr, logsumexp, middle, end, BLOCK=BLOCK)
         tl.store(targets_ptr + row, tl.where(position < 0, float("nan"), target - logsumexp))
 
 
@@ -171,7 +207,6 @@ def entry_keys(
     rows = torch.empty(num_entries, dtype=torch.int32, device=support_ids.device)
     keys = torch.empty_like(rows)
     positions = torch.empty_like(target_ids)
-    block, warps = row_block(num_rows, num_entries)
     _entry_keys_kernel[(num_rows,)](
         support_ids,
         support_offsets,
@@ -180,8 +215,7 @@ def entry_keys(
         keys,
         positions,
         vocab,
-        BLOCK=block,
-        num_warps=warps,
+        **row_blocks(num_rows, num_entries),
     )
     return rows, keys, positions
 
@@ -249,8 +283,7 @@ def row_softmax(
     """
     num_rows = positions.shape[0]
     targets = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    block, warps = row_block(num_rows, logits.shape[0])
     _row_softmax_kernel[(num_rows,)](
-        logits, support_offsets, positions, targets, BLOCK=block, num_warps=warps
+        logits, support_offsets, positions, targets, **row_blocks(num_rows, logits.shape[0])
     )
     return targets
