@@ -151,8 +151,9 @@ class DatasetWriter:
             ValueError: a unit's name can't be part of a file name.
             OutputError: the plan can't be written.
         """
-        wanted = {entry.prompt_key: entry for entry in reversed(list(entries))}
-        wanted = dict(reversed(wanted.items()))
+        wanted: dict[str, PlanEntry] = {}
+        for entry in entries:
+            wanted.setdefault(entry.prompt_key, entry)
         for unit in {entry.unit for entry in wanted.values()}:
             layout.check_unit(unit)
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import time
@@ -80,21 +81,19 @@ def link_file(local: Path, target: Path, scratch: Path) -> None:
         FileExistsError: there is another file.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    copy = local
-    if local.stat().st_dev != target.parent.stat().st_dev:
-        copy = scratch_file(scratch)
-        shutil.copyfile(local, copy)
+    with local.open("rb") as file:
+        os.fsync(file.fileno())
     try:
-        with copy.open("rb") as file:
-            os.fsync(file.fileno())
-        os.link(copy, target)
+        os.link(local, target)
     except FileExistsError:
         # a repeated call finds its own link
-        if not os.path.samefile(copy, target):
+        if not os.path.samefile(local, target):
             raise
-    finally:
-        if copy is not local:
-            copy.unlink(missing_ok=True)
+    except OSError as error:
+        # on another file system, or owned by somebody whose files may not be linked
+        if error.errno not in (errno.EXDEV, errno.EPERM):
+            raise
+        _copy_and_link(local, target, scratch)
     _sync_folder(target.parent)
 
 
@@ -107,6 +106,17 @@ def remove_stale(folder: Path, seconds: float) -> None:
     # fails while it holds a live writer's file
     with contextlib.suppress(OSError):
         folder.rmdir()
+
+
+def _copy_and_link(local: Path, target: Path, scratch: Path) -> None:
+    copy = scratch_file(scratch)
+    try:
+        shutil.copyfile(local, copy)
+        with copy.open("rb") as file:
+            os.fsync(file.fileno())
+        os.link(copy, target)
+    finally:
+        copy.unlink(missing_ok=True)
 
 
 def _finished(data: bytes, scratch: Path) -> Path:
