@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Any, Final
 
-from rollout.errors import DatasetError
+from rollout.errors import DatasetError, OutputError
 from rollout.schema import layout
 from rollout.schema.records import CommitRecord, DatasetRecord, RecordError
 from rollout.storage import Storage
 
 _READERS: Final = 16
+_ABSENT: Final = "(absent)"
 
 
 def find_record(storage: Storage) -> DatasetRecord | None:
@@ -65,3 +66,49 @@ def read_commits(storage: Storage) -> list[CommitRecord]:
             f"dataset {storage.url}: a commit record is missing although later parts exist: "
             f"{error}: copy the dataset again"
         ) from error
+
+
+def dataset_exists(storage: Storage, record: DatasetRecord) -> bool:
+    """Say whether a job would go on with what is in the output, or start a dataset there.
+
+    Args:
+        storage: the output.
+        record: what is about to make the data.
+
+    Raises:
+        OutputError: the folder holds another run, or files of one without its record.
+        DatasetError: what is there is damaged or of a newer format.
+    """
+    found = find_record(storage)
+    if found is None:
+        for folder in (layout.DATA_FOLDER, layout.COMMIT_FOLDER):
+            if storage.list(folder):
+                raise OutputError(
+                    f"output {storage.url}: `{folder}/` holds files but there is no "
+                    f"{layout.DATASET_FILE}: choose an empty folder"
+                )
+        return False
+    if found.fingerprint != record.fingerprint:
+        raise OutputError(_other_run(storage, found, record))
+    return True
+
+
+def _other_run(storage: Storage, old: DatasetRecord, new: DatasetRecord) -> str:
+    """Say which inputs of the fingerprint differ."""
+    before, after = _flatten(old.fingerprint_inputs), _flatten(new.fingerprint_inputs)
+    changes = [
+        f"`{key}` is {before.get(key, _ABSENT)!r} there and {after.get(key, _ABSENT)!r} now"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key, _ABSENT) != after.get(key, _ABSENT)
+    ]
+    what = "; ".join(changes) or f"fingerprint {old.fingerprint} there, {new.fingerprint} now"
+    return f"output {storage.url} holds another run: {what}: choose another output"
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict) or not value:
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        flat |= _flatten(item, f"{prefix}.{key}" if prefix else str(key))
+    return flat

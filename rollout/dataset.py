@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Final
 
-from rollout.commits import find_record, read_commit, read_commits
+from rollout.commits import dataset_exists, find_record, read_commit, read_commits
 from rollout.dataset_view import DatasetView, read_dataset
 from rollout.errors import OutputError
 from rollout.local_files import scratch_file
@@ -32,35 +32,9 @@ __all__ = ["DatasetView", "DatasetWriter", "dataset_exists", "read_dataset"]
 
 _log = logging.getLogger(__name__)
 
-_ABSENT: Final = "(absent)"
 _EMPTY: Final = ShardInfo(
     size=0, sha256="", rows=0, tokens=0, entries=0, max_token_id=-1, row_groups=()
 )
-
-
-def dataset_exists(storage: Storage, record: DatasetRecord) -> bool:
-    """Say whether a job would go on with what is in the output, or start a dataset there.
-
-    Args:
-        storage: the output.
-        record: what is about to make the data.
-
-    Raises:
-        OutputError: the folder holds another run, or files of one without its record.
-        DatasetError: what is there is damaged or of a newer format.
-    """
-    found = find_record(storage)
-    if found is None:
-        for folder in (layout.DATA_FOLDER, layout.COMMIT_FOLDER):
-            if storage.list(folder):
-                raise OutputError(
-                    f"output {storage.url}: `{folder}/` holds files but there is no "
-                    f"{layout.DATASET_FILE}: choose an empty folder"
-                )
-        return False
-    if found.fingerprint != record.fingerprint:
-        raise OutputError(_other_run(storage, found, record))
-    return True
 
 
 class DatasetWriter:
@@ -378,24 +352,3 @@ def _group_ranges(rows: list[RolloutRow]) -> tuple[GroupRange, ...]:
         ranges.append(GroupRange(group_id=group_id, first_row=first, num_rows=count))
         first += count
     return tuple(ranges)
-
-
-def _other_run(storage: Storage, old: DatasetRecord, new: DatasetRecord) -> str:
-    """Say which inputs of the fingerprint differ."""
-    before, after = _flatten(old.fingerprint_inputs), _flatten(new.fingerprint_inputs)
-    changes = [
-        f"`{key}` is {before.get(key, _ABSENT)!r} there and {after.get(key, _ABSENT)!r} now"
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key, _ABSENT) != after.get(key, _ABSENT)
-    ]
-    what = "; ".join(changes) or f"fingerprint {old.fingerprint} there, {new.fingerprint} now"
-    return f"output {storage.url} holds another run: {what}: choose another output"
-
-
-def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict) or not value:
-        return {prefix: value}
-    flat: dict[str, Any] = {}
-    for key, item in value.items():
-        flat |= _flatten(item, f"{prefix}.{key}" if prefix else str(key))
-    return flat

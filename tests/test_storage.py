@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import tenacity.nap
+from dataset_tools import STORAGES, new_storage
 from fake_store import ClientError, FakeStore
 
 from rollout.errors import DatasetError, OutputError
@@ -25,16 +25,9 @@ from rollout.storage import Storage
 SECRET = "s3cr3t-value"
 
 
-@pytest.fixture(params=["local", "memory", "fakestore"])
+@pytest.fixture(params=STORAGES)
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
-    FakeStore.reset()
-    yield Storage.open(
-        {
-            "local": str(tmp_path / "run [7b] *\u00e9 #1"),
-            "memory": f"memory://{uuid.uuid4().hex}/run [7b] \u00e9",
-            "fakestore": "fakestore://bucket/run [7b] \u00e9",
-        }[request.param]
-    )
+    yield new_storage(request.param, tmp_path)
     FakeStore.reset()
 
 
