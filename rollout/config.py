@@ -6,27 +6,84 @@ descriptions are the reference of the job file.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+import json
+import re
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 MIN_TEMPERATURE = 0.01  # vLLM raises lower positive temperatures to this without saying so
 MAX_TEMPERATURE = 2.0  # vLLM refuses more
 
 SupportKind = Literal["kept", "top", "none"]
 
+_PLACEHOLDER = re.compile(r"\$\{\w+\}")
+_FREE_TEXT = ("stop", "bad_words", "chat_template_kwargs")  # where `${NAME}` may be meant
+_TEMPLATE_OWNED = ("conversation", "tokenize", "return_dict", "return_tensors")
+
+
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"got {value}, expected a number")
+    return value
+
+
+def _json_only(value: dict[str, Any]) -> dict[str, Any]:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"expected values that JSON can hold: {error}") from None
+    return value
+
+
+def check_template_kwargs(value: dict[str, Any]) -> dict[str, Any]:
+    """Refuse keyword arguments of a chat template that the renderer itself decides.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    for name in _TEMPLATE_OWNED:
+        if name in value:
+            raise ValueError(f"`{name}` is decided by the job, remove it")
+    return value
+
+
+# YAML's `yes` is no 1
+Int = Annotated[int, BeforeValidator(_no_bool)]
+Float = Annotated[float, BeforeValidator(_no_bool)]
+# recorded with the dataset, so JSON must have a form for it
+JsonDict = Annotated[dict[str, Any], AfterValidator(_json_only)]
+TokenId = Annotated[Int, Field(ge=0, lt=2**31)]
+Text = Annotated[str, Field(min_length=1)]
+
 
 class Section(BaseModel):
-    """Base of all sections: frozen; unknown keys and `${...}` are refused."""
+    """Base of all sections: frozen; unknown keys, `${NAME}`, NaN and infinities are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
     @field_validator("*", mode="before")
     @classmethod
-    def _refuse_placeholders(cls, value: Any) -> Any:
-        if isinstance(value, str) and "${" in value:
+    def _refuse_placeholders(cls, value: Any, info: ValidationInfo) -> Any:
+        name = info.field_name or ""
+        annotation = cls.model_fields[name].annotation
+        if name in _FREE_TEXT or (isinstance(annotation, type) and issubclass(annotation, Section)):
+            return value  # a section looks after its own values
+        found = _placeholder(value)
+        if found is not None:
             raise ValueError(
-                f"got {value!r}: environment variables are not expanded here, write the value"
+                f"got {found}: environment variables are not expanded here, write the value"
             )
         return value
 
@@ -34,29 +91,30 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """Which weights sample."""
 
-    path: str
+    path: Text
     """Folder of a Hugging Face checkpoint, or a hub id."""
     revision: str | None = None
     """Commit, branch or tag of a hub id."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights in the engine; `auto` takes the checkpoint's."""
-    policy_step: int | None = None
+    policy_step: Annotated[Int, Field(ge=0, lt=2**63)] | None = None
     """Training step of these weights, carried into every row."""
 
 
 class PromptsConfig(Section):
     """Where the prompts are and how they become token ids."""
 
-    path: str
+    path: Text
     """fsspec URL of a .jsonl, .jsonl.gz or .parquet file. A row holds `prompt` (text), `messages`
     (chat) or `prompt_token_ids`, optionally `id`, `sampling` and `chat_template_kwargs`; other
     columns become metadata."""
     storage_options: dict[str, Any] = Field(default_factory=dict, repr=False)
     """Options of the fsspec filesystem; never logged or recorded."""
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: Annotated[JsonDict, AfterValidator(check_template_kwargs)] = {}
     """Keyword arguments of the chat template, for all rows."""
     long_prompts: Literal["reject", "fail", "truncate_left"] = "reject"
-    """What happens to a prompt that leaves no room for one token."""
+    """What happens to a prompt that leaves no room for one token. `truncate_left` keeps its last
+    tokens and leaves room for `max_tokens`, at most half of the model's length."""
     duplicate_ids: Literal["fail", "allow"] = "fail"
     """Whether two rows may have the same `id`."""
 
@@ -64,37 +122,37 @@ class PromptsConfig(Section):
 class SamplingConfig(Section):
     """How tokens are drawn. A row may override any value but `seed` under its own `sampling`."""
 
-    max_tokens: int = Field(ge=1)
+    max_tokens: Int = Field(ge=1, lt=2**31)
     """Most tokens of a rollout."""
-    n: int = Field(default=1, ge=1)
+    n: Int = Field(default=1, ge=1, le=2**20)
     """Rollouts of each prompt."""
-    temperature: float = Field(default=1.0, ge=0.0, le=MAX_TEMPERATURE, allow_inf_nan=False)
+    temperature: Float = Field(default=1.0, ge=0.0, le=MAX_TEMPERATURE)
     """0 is greedy; else at least 0.01."""
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_p: Float = Field(default=1.0, gt=0.0, le=1.0)
     """Nucleus; 1 keeps all."""
-    top_k: int = Field(default=0, ge=-1)
+    top_k: Int = Field(default=0, ge=-1, lt=2**31)
     """Most probable ids kept; 0 and -1 keep all."""
-    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    min_p: Float = Field(default=0.0, ge=0.0, le=1.0)
     """Ids less probable than this share of the most probable one are dropped; 0 keeps all."""
-    min_tokens: int = Field(default=0, ge=0)
+    min_tokens: Int = Field(default=0, ge=0)
     """Tokens before a stop is allowed."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Text, ...] = ()
     """Strings that end a rollout."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[TokenId, ...] = ()
     """Token ids that end a rollout."""
     ignore_eos: bool = False
     """Go on after the end-of-sequence token."""
-    allowed_token_ids: tuple[int, ...] | None = None
+    allowed_token_ids: Annotated[tuple[TokenId, ...], Field(min_length=1)] | None = None
     """The only ids that may be drawn."""
-    bad_words: tuple[str, ...] = ()
+    bad_words: tuple[Text, ...] = ()
     """Strings that may not be drawn."""
-    seed: int | None = Field(default=None, ge=0)
+    seed: Annotated[Int, Field(ge=0, lt=2**63)] | None = None
     """Base of the per-rollout seeds; null samples afresh in each run. Seeds slow vLLM's sampler."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: Float = 1.0
     """Only 1: a penalty depends on the history and replay could not undo it."""
-    presence_penalty: float = 0.0
+    presence_penalty: Float = 0.0
     """Only 0, as above."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: Float = 0.0
     """Only 0, as above."""
     logit_bias: dict[int, float] | None = None
     """Only null: a bias changes the distribution in a way that replay could not undo."""
@@ -107,7 +165,7 @@ class SamplingConfig(Section):
     @field_validator("stop", "bad_words", mode="before")
     @classmethod
     def _one_string_is_a_list(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
+        return (value,) if isinstance(value, (str, bool, int, float)) else value
 
     @model_validator(mode="after")
     def _replayable(self) -> Self:
@@ -163,26 +221,26 @@ class SamplingConfig(Section):
 class CaptureConfig(Section):
     """What is recorded beside the tokens; the kind of support follows from the sampling values."""
 
-    support_capacity: int = Field(default=16 * 2**20, ge=1, le=2**31 - 1)
+    support_capacity: Int = Field(default=16 * 2**20, ge=1, le=2**31 - 1)
     """Entries of one sampling step over all its rows; 8 bytes each on the device, several times."""
-    top: int = Field(default=128, ge=0, le=4096)
+    top: Int = Field(default=128, ge=0, le=4096)
     """Most probable ids recorded of an untruncated row, beside its tail mass; 0 records neither."""
-    draws: int = Field(default=0, ge=0, le=1024)
+    draws: Int = Field(default=0, ge=0, le=1024)
     """Independent draws from the sampler's distribution recorded with each token."""
 
 
 class OutputConfig(Section):
     """Where the dataset goes."""
 
-    path: str
+    path: Text
     """fsspec URL of the dataset's folder."""
     storage_options: dict[str, Any] = Field(default_factory=dict, repr=False)
     """Options of the fsspec filesystem; never logged or recorded."""
-    unit_prompts: int = Field(default=512, ge=1)
+    unit_prompts: Int = Field(default=512, ge=1)
     """Prompts of a unit, the slice that is committed together."""
-    shard_bytes: int = Field(default=256 * 2**20, ge=2**20)
+    shard_bytes: Int = Field(default=256 * 2**20, ge=2**20)
     """Raw bytes after which a part of a unit is committed early."""
-    flush_seconds: float = Field(default=100.0, gt=0.0)
+    flush_seconds: Float = Field(default=100.0, gt=0.0)
     """Finished rollouts are committed at least this often."""
 
 
@@ -194,7 +252,27 @@ class JobConfig(Section):
     sampling: SamplingConfig
     output: OutputConfig
     capture: CaptureConfig = CaptureConfig()
-    reward: str | None = None
+    reward: Text | None = None
     """`file.py:function` or `module:function`, called with (prompt row, text, token ids)."""
-    engine: dict[str, Any] = {}
+    engine: JsonDict = {}
     """Arguments of vLLM's engine, by name."""
+
+    @field_validator("engine")
+    @classmethod
+    def _trust_is_said_plainly(cls, value: dict[str, Any]) -> dict[str, Any]:
+        trust = value.get("trust_remote_code", False)
+        if not isinstance(trust, bool):
+            raise ValueError(f"trust_remote_code is {trust!r}, expected true or false")
+        return value
+
+
+def _placeholder(value: Any) -> str | None:
+    """Find `${NAME}` in a value or in what it holds."""
+    if isinstance(value, str):
+        match = _PLACEHOLDER.search(value)
+        return match[0] if match else None
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return next((found for item in value if (found := _placeholder(item))), None)
+    return None
