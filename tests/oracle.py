@@ -89,8 +89,8 @@ def kl(x: Vector, y: Vector) -> float:
 
 def aggregated_kl(x: Vector, y: Vector, head: list[int]) -> float:
     """Return the KL with everything outside the head as one bin."""
-    fold = lambda v: np.append(v[head], v.sum() - v[head].sum())  # noqa: E731
-    return kl(fold(x), fold(y))
+    folded = [np.append(v[head], v.sum() - v[head].sum()) for v in (x, y)]
+    return kl(folded[0], folded[1])
 
 
 def gradient(f: Callable[[Vector], float], z: Vector, step: float = 1e-5) -> Vector:

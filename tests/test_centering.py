@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import oracle
@@ -20,7 +21,7 @@ from rollout.trust_region import tail_coefficient, tail_ratio
 V = 7
 INF = float("inf")
 # the weight functions of the product, each with the oracle's formula for it
-WEIGHTS = {
+WEIGHTS: dict[str, tuple[dict[str, Any], oracle.Weight]] = {
     "one": ({"loss": "reinforce"}, oracle.weight_one),
     "ratio": (
         {"loss": "reinforce", "importance": "truncated", "ratio_cap": INF},
@@ -37,8 +38,8 @@ ALL_WEIGHTS = pytest.mark.parametrize("name", list(WEIGHTS))
 TAIL_WEIGHTS = pytest.mark.parametrize("name", ["one", "ratio", "truncated", "band"])
 
 
-def config(name: str, centering: str, **changes: object) -> LossConfig:
-    return LossConfig(**{**WEIGHTS[name][0], "centering": centering, **changes})  # type: ignore[arg-type]
+def config(name: str, centering: Any, **changes: Any) -> LossConfig:
+    return LossConfig(**{**WEIGHTS[name][0], "centering": centering, **changes})
 
 
 def logits_and_q(seed: int, spread: float = 1.5) -> tuple[NDArray[np.float64], oracle.Vector]:
@@ -48,11 +49,11 @@ def logits_and_q(seed: int, spread: float = 1.5) -> tuple[NDArray[np.float64], o
 
 
 def coefficients(
-    z: NDArray[np.float64], q: oracle.Vector, settings: LossConfig, **case: object
+    z: NDArray[np.float64], q: oracle.Vector, settings: LossConfig, **case: Any
 ) -> NDArray[np.float64]:
     """Return the product's coefficients of one row that samples id 0."""
     logits = torch.tensor(z, dtype=torch.float64)
-    rows = select_rows(make_inputs(logits, q, [0], **case), settings)  # type: ignore[arg-type]
+    rows = select_rows(make_inputs(logits, q, [0], **case), settings)
     return centering_coefficients(rows, settings).numpy()
 
 
@@ -236,7 +237,8 @@ def test_o14_coefficients_sum_to_one_minus_rho(head: list[int]) -> None:
 def test_o15_adding_a_constant_to_all_logits_changes_nothing(name: str) -> None:
     z, q = logits_and_q(16)
     tokens = [0, 4, 6]
-    for case in ({}, {"draws": [[0, 1], [2, 2], [5, 3]]}):
+    cases: list[dict[str, Any]] = [{}, {"draws": [[0, 1], [2, 2], [5, 3]]}]
+    for case in cases:
         settings = config(name, "sampled" if case else "exact")
         before, after = (evaluate(x, q, tokens, settings, **case).loss for x in (z, z + 37.5))
         np.testing.assert_allclose(after, before, atol=1e-13)
@@ -274,7 +276,7 @@ def test_o16_unweighted_draws_need_no_normaliser() -> None:
     ("name", "centering"), [("one", "off"), ("band", "exact"), ("one", "tail")], ids=str
 )
 def test_o16_unnormalised_rows_are_refused_where_the_normaliser_stays(
-    name: str, centering: str
+    name: str, centering: Any
 ) -> None:
     z, q = logits_and_q(18)
     with pytest.raises(ValueError, match="unnormalised trainer values"):
@@ -303,7 +305,8 @@ def test_o18_variance_of_k_draws_is_the_covariance_trace_over_k(name: str) -> No
     trace = float(q @ ((weighted - q @ weighted) ** 2).sum(1))
     off = update(z, q, [2], config(name, "off"))
     mu = oracle.drift(p, q, f)
-    for draws, chances, k in ([[[j] for j in range(V)], q, 1], [*all_pairs(q), 2]):
+    single: list[list[int]] = [[j] for j in range(V)]
+    for draws, chances, k in ((single, q, 1), (*all_pairs(q), 2)):
         estimates = np.array(
             [off - update(z, q, [2], config(name, "sampled"), draws=[row]) for row in draws]
         )
@@ -427,7 +430,7 @@ def test_ipo_with_a_tail_is_refused_with_the_reason() -> None:
     ],
     ids=["exact-draws", "exact-head", "tail-draws", "sampled-head"],
 )
-def test_a_support_of_another_kind_is_refused(centering: str, case: dict[str, object]) -> None:
+def test_a_support_of_another_kind_is_refused(centering: Any, case: dict[str, object]) -> None:
     z, q = logits_and_q(28)
     with pytest.raises(ValueError, match="another kind of support"):
         evaluate(z, q, [0], config("one", centering), **case)
