@@ -208,3 +208,23 @@ def test_ids_of_a_large_vocabulary_survive() -> None:
     batch = pack_rollouts([row], [1.0])
     assert batch.target_ids.tolist() == [151_643] * 4
     assert batch.input_ids[-4:].tolist() == [151_643] * 4
+
+
+def test_o35_entries_come_back_bit_for_bit() -> None:
+    rng = np.random.default_rng(35)
+    ids = rng.integers(0, 2**31, 1000).astype(np.int32)
+    # every finite negative float32 pattern, subnormals and -0.0's neighbours included
+    bits = rng.integers(0x80000001, 0xFF800000, 1000, dtype=np.uint64).astype(np.uint32)
+    got_ids, got = unpack_entries(pack_entries(ids, bits.view(np.float32)))
+    assert np.array_equal(got_ids, ids)
+    assert np.array_equal(got.view(np.uint32), bits)
+
+
+def test_o36_a_certain_token_packs_to_its_bare_id_and_minus_infinity_is_no_entry() -> None:
+    assert pack_entries([8], [0.0]).tolist() == [8]
+    assert pack_entries([8], [-0.0]).tolist() == [8]
+    # a foreign file may hold it: read as it stands, and padding for the loss
+    ids, logprobs = unpack_entries(np.array([0xFF800000 << 32 | 8], np.uint64))
+    assert (ids.tolist(), logprobs.tolist()) == ([8], [-math.inf])
+    with pytest.raises(ValueError, match="infinite"):
+        pack_entries([8], [-math.inf])
