@@ -39,7 +39,7 @@ def describe_job(config: JobConfig) -> str:
         "inherited from generation_config.json": {"eos_token_ids": list(job.stop_ids)},
         "support recorded": config.sampling.support_kind(config.capture.top),
         "engine arguments": engine_arguments(
-            job.files, config.model, config.capture, config.engine, 0, job.renderer.has_tokenizer
+            job.files, config.capture, config.engine, 0, job.renderer.has_tokenizer
         ),
         "first prompts": [],
     }

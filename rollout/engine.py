@@ -15,7 +15,7 @@ from typing import Any
 
 from rollout.capture.request import extra_args
 from rollout.capture.worker_config import CONFIG_KEY
-from rollout.config import CaptureConfig, ModelConfig, SamplingConfig
+from rollout.config import CaptureConfig, SamplingConfig
 from rollout.errors import ConfigError, EngineError
 from rollout.model_files import ModelFiles
 
@@ -126,7 +126,6 @@ class Engine:
     def __init__(
         self,
         files: ModelFiles,
-        model: ModelConfig,
         capture: CaptureConfig,
         args: dict[str, Any],
         *,
@@ -137,7 +136,6 @@ class Engine:
 
         Args:
             files: the checkpoint.
-            model: the job's `model` section.
             capture: the job's `capture` section.
             args: the job's `engine` section, checked.
             seed: the engine's seed: another one for each run of a job without a seed, so that a
@@ -148,7 +146,7 @@ class Engine:
             EngineError: vLLM is not installed, or refuses to start.
         """
         _set_environment()
-        engine_args = engine_arguments(files, model, capture, args, seed, has_tokenizer)
+        engine_args = engine_arguments(files, capture, args, seed, has_tokenizer)
         _engine_args_class()
         from vllm import LLM
 
@@ -248,7 +246,6 @@ class Engine:
 
 def engine_arguments(
     files: ModelFiles,
-    model: ModelConfig,
     capture: CaptureConfig,
     args: dict[str, Any],
     seed: int,
@@ -263,7 +260,7 @@ def engine_arguments(
         | {
             "model": files.path,
             "revision": files.revision,
-            "dtype": model.dtype,
+            "dtype": files.dtype,
             "seed": seed,
             "generation_config": "vllm",  # neutral: the checkpoint's file changes nothing
             "worker_cls": f"rollout.capture.{worker}",

@@ -11,6 +11,8 @@ import uuid
 from pathlib import Path
 from typing import Final
 
+from rollout.schema.layout import SCRATCH_FOLDER
+
 _TRIES: Final = 100
 
 
@@ -135,3 +137,21 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def missing_folders(root: Path | None) -> list[Path]:
+    """List what writing below a folder would create, deepest first: scratch, folder, parents.
+
+    Args:
+        root: a dataset's folder; None for a storage that has none.
+    """
+    if root is None:
+        return []
+    return [path for path in (root / SCRATCH_FOLDER, root, *root.parents) if not path.exists()]
+
+
+def remove_empty(folders: list[Path]) -> None:
+    """Remove folders that are empty; others, and such as are gone, stay as they are."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()

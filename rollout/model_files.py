@@ -45,6 +45,8 @@ class ModelFiles:
     template_digest: str
     config: dict[str, Any]
     """config.json."""
+    dtype: str
+    """Type of the weights in the engine; never a default of the engine's."""
 
     def record(self) -> dict[str, Any]:
         """Return what the dataset's record keeps."""
@@ -55,6 +57,7 @@ class ModelFiles:
             "config_digest": self.config_digest,
             "tokenizer_digest": self.tokenizer_digest,
             "template_digest": self.template_digest,
+            "dtype": self.dtype,
             "architectures": self.config.get("architectures"),
             "tie_word_embeddings": bool(self.config.get("tie_word_embeddings", False)),
         }
@@ -97,6 +100,23 @@ def resolve_model(config: ModelConfig) -> ModelFiles:
         tokenizer_digest=_digest(folder, _files(folder, _TOKENIZER)),
         template_digest=_digest(folder, _files(folder, _TEMPLATE)),
         config=model_config,
+        dtype=_dtype(config, model_config),
+    )
+
+
+def _dtype(config: ModelConfig, model_config: dict[str, Any]) -> str:
+    """Follow `auto` to the checkpoint's own type; vLLM's `auto` would halve float32 weights."""
+    if config.dtype != "auto":
+        return config.dtype
+    nested = model_config.get("text_config") or {}
+    for section in (model_config, nested):
+        for name in ("dtype", "torch_dtype"):
+            found = section.get(name)
+            if found in ("float32", "bfloat16", "float16"):
+                return str(found)
+    raise InputError(
+        f"model {config.path}: config.json names no dtype that can be used, "
+        "set model.dtype to float32, bfloat16 or float16"
     )
 
 

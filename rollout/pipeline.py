@@ -126,7 +126,6 @@ class LazyEngine:
             job = self._job
             self._engine = Engine(
                 job.files,
-                job.config.model,
                 job.config.capture,
                 job.config.engine,
                 seed=self.seed % 2**31,

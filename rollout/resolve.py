@@ -81,7 +81,7 @@ def fingerprint_inputs(
         "model": {
             "weights_digest": files.weights_digest,
             "config_digest": files.config_digest,
-            "dtype": config.model.dtype,
+            "dtype": files.dtype,
             "policy_step": config.model.policy_step,
         },
         "tokenizer": {

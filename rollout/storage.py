@@ -25,7 +25,14 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from rollout.errors import DatasetError, OutputError
-from rollout.local_files import link_bytes, link_file, remove_stale, replace_bytes
+from rollout.local_files import (
+    link_bytes,
+    link_file,
+    missing_folders,
+    remove_empty,
+    remove_stale,
+    replace_bytes,
+)
 from rollout.schema.layout import SCRATCH_FOLDER
 from rollout.storage_errors import explain, is_storage_error, may_pass, says_exists
 
@@ -253,12 +260,14 @@ class Storage:
     def probe(self) -> None:
         """Prove that a dataset can be written here: write, read back, create twice, delete.
 
-        Run it before anything expensive starts; it does not retry.
+        Run it before anything expensive starts; it does not retry, and leaves nothing behind, no
+        folder either.
 
         Raises:
             OutputError: the first step that fails, and why.
         """
         quick = Storage(self._full_url, self._options, 0.0)
+        made = missing_folders(self.local_root)
         name = f"_probe-{uuid.uuid4().hex}"
         first, second = uuid.uuid4().bytes, uuid.uuid4().bytes
         try:
@@ -274,6 +283,8 @@ class Storage:
             quick.delete(name)
         except (FileNotFoundError, DatasetError) as error:
             raise OutputError(f"output {self.url}: can't read what was written: {error}") from error
+        finally:
+            remove_empty(made)
         if not self.exclusive and not self._in_memory():
             _log.warning(
                 "output %s: its storage can't promise exclusive writes, use one process only",

@@ -27,7 +27,7 @@ def write_prompts(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     return path
 
 
-def make_job(model: Path, prompts: Path, output: str | Path, **sections: Any) -> JobConfig:
+def make_job(model: Path, prompts: Path, output: str | Path, /, **sections: Any) -> JobConfig:
     """A job on the CPU engine; `sampling`, `engine` and the like override the defaults."""
     engine = {
         "max_num_seqs": 16,

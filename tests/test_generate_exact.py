@@ -1,4 +1,4 @@
-"""What the job stores is what the sampler drew from: on a real engine, for every kind of truncation."""
+"""What the job stores is what the sampler drew from: a real engine, every kind of truncation."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ def make_tiny_model(
 ) -> Path:
     """Write a checkpoint whose logits have about the standard deviation `logit_scale`.
 
-    `head_bias` adds a constant direction to the rows of the head: the final norm's output always has
-    a component along its own weight, so those ids become more probable everywhere.
+    `head_bias` makes ids read one direction of the final norm's output only, widely scaled, so that
+    they are now very probable and now improbable.
     """
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -82,7 +82,9 @@ def make_tiny_model(
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(folder)
     generation = folder / "generation_config.json"
-    generation.write_text(json.dumps({"eos_token_id": 258} if generation_config is None else generation_config))
+    generation.write_text(
+        json.dumps({"eos_token_id": 258} if generation_config is None else generation_config)
+    )
     return folder
 
 

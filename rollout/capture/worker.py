@@ -38,9 +38,11 @@ class CaptureWorkerMixin:
         return result
 
     def determine_available_memory(self) -> int:
-        """Take the capture's memory out of the KV cache's budget."""
+        """Take the capture's memory out of the KV cache's budget, where vLLM chooses the budget."""
         available: int = super().determine_available_memory()  # type: ignore[misc]
-        return available - (self._capture.device_bytes if self._capture else 0)
+        if self._capture is None or self.vllm_config.cache_config.kv_cache_memory_bytes is not None:
+            return available
+        return available - self._capture.device_bytes
 
     def capture_start(self, folder: str) -> None:
         """Start recording into a spool folder."""
