@@ -74,6 +74,24 @@ class LossRows:
         return zeros.index_add(0, self.entry_row, values)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Entries:
+    """The entries that the config's terms read, or none of them where they read none."""
+
+    row: Tensor
+    """[E] int64."""
+    log_p: Tensor
+    """[E] differentiable."""
+    log_q: Tensor
+    """[E]."""
+    real: Tensor
+    """[E] bool, False for padding."""
+    num_real: Tensor
+    """[N] int64."""
+    num_bad: Tensor
+    """[N] int64, entries with an impossible value."""
+
+
 def select_rows(inputs: LossInputs, config: LossConfig) -> LossRows:
     """Sort out usable tokens and entries.
 
@@ -89,80 +107,105 @@ def select_rows(inputs: LossInputs, config: LossConfig) -> LossRows:
             row's support is of another kind than the config needs, or offsets are not those of E
             entries.
     """
-    log_p, log_q = working(inputs.trainer_logprobs), working(inputs.sampler_logprobs)
-    support_log_p = working(inputs.trainer_support_logprobs)
-    support_log_q = working(inputs.sampler_support_logprobs)
-    dtype = torch.promote_types(
-        torch.promote_types(log_p.dtype, log_q.dtype),
-        torch.promote_types(support_log_p.dtype, support_log_q.dtype),
-    )
-    num_entries = support_log_p.shape[0]
-    offsets = inputs.support_offsets.long()
-    counts = offsets[1:] - offsets[:-1]
-    if config.check_values:
-        # before repeat_interleave, which would fail with a message about its own arguments
-        _check_offsets(offsets, counts, num_entries)
-    entry_row = torch.repeat_interleave(counts, output_size=num_entries)
-
-    weight = torch.ones_like(log_p) if inputs.loss_weights is None else inputs.loss_weights
+    dtype = _working_dtype(inputs)
+    log_p, log_q = inputs.trainer_logprobs.to(dtype), inputs.sampler_logprobs.to(dtype)
+    weight = torch.ones_like(log_q) if inputs.loss_weights is None else inputs.loss_weights
     trainer_tail = torch.zeros_like(log_q)
     if inputs.trainer_tail_mass is not None:
-        trainer_tail = inputs.trainer_tail_mass.detach()
-    kinds = _support_kinds(inputs)
+        trainer_tail = inputs.trainer_tail_mass.detach().to(dtype)
+    sampler_tail = inputs.sampler_tail_mass.to(dtype)
     max_log_p = MAX_LOG_P if config.reads_ratio else torch.finfo(dtype).max
+
+    if config.check_values:
+        _check_offsets(inputs)
+    kinds = _support_kinds(inputs)
+    entries = _read_entries(inputs, config, dtype, max_log_p)
     possible = (
         _in_range(log_p, MIN_LOG_P, max_log_p)
         & _in_range(log_q, MIN_SAMPLED_LOG_Q, MAX_LOG_Q)
         & torch.isfinite(inputs.advantages)
         & torch.isfinite(weight)
     )
-    entry_real = torch.zeros(num_entries, dtype=torch.bool, device=log_p.device)
-    real_counts = torch.zeros_like(counts)
     supported = torch.ones_like(possible)
     if config.support_kinds:
-        # below the floor an entry has no weight at all in float32, so it is padding like -inf
-        entry_real = ~(support_log_q < MIN_SAMPLED_LOG_Q)
-        entry_good = (support_log_q <= MAX_LOG_Q) & _in_range(support_log_p, MIN_LOG_P, max_log_p)
-        num_bad = real_counts.index_add(0, entry_row, (entry_real & ~entry_good).long())
-        real_counts = real_counts.index_add(0, entry_row, entry_real.long())
-        good_tails = _is_mass(inputs.sampler_tail_mass) & (_is_mass(trainer_tail) | ~kinds["head"])
-        possible &= ~inputs.support_valid | ((num_bad == 0) & (good_tails | kinds["draws"]))
-        supported = (real_counts > 0) & _any_of(kinds, config.support_kinds)
+        good_tails = _is_mass(sampler_tail) & (_is_mass(trainer_tail) | ~kinds["head"])
+        good_support = (entries.num_bad == 0) & (good_tails | kinds["draws"])
+        possible &= ~inputs.support_valid | good_support
+        supported = (entries.num_real > 0) & _any_of(kinds, config.support_kinds)
     normalised = torch.ones_like(possible)
     if inputs.trainer_is_normalised is not None:
         normalised = inputs.trainer_is_normalised
         if not config.cancels_normaliser:
             supported = supported & normalised
-    usable = inputs.loss_mask & possible & supported
     if config.check_values:
-        _check_alignment(inputs, config, kinds, entry_row, inputs.loss_mask & possible)
+        _check_alignment(inputs, config, kinds, inputs.loss_mask & possible)
 
-    entry_usable = entry_real & usable[entry_row]
+    usable = inputs.loss_mask & possible & supported
+    entry_usable = entries.real & usable[entries.row]
     weight = _select(usable, weight.to(dtype))
+    advantage = _select(usable, inputs.advantages.to(dtype) * config.advantage_scale)
     return LossRows(
         usable=usable,
         normalised=usable & normalised,
         scored=inputs.loss_mask,
         nonfinite=inputs.loss_mask & ~possible,
         unsupported=inputs.loss_mask & possible & ~supported,
-        log_p=_select(usable, log_p.to(dtype)),
-        log_q=_select(usable, log_q.to(dtype)),
-        scale=_select(usable, inputs.advantages.to(dtype) * config.advantage_scale) * weight,
+        log_p=_select(usable, log_p),
+        log_q=_select(usable, log_q),
+        scale=advantage * weight,
         weight=weight,
-        entry_row=entry_row,
+        entry_row=entries.row,
         entry_usable=entry_usable,
-        entry_log_p=_select(entry_usable, support_log_p.to(dtype)),
-        entry_log_q=_select(entry_usable, support_log_q.to(dtype)),
+        entry_log_p=_select(entry_usable, entries.log_p),
+        entry_log_q=_select(entry_usable, entries.log_q),
         is_samples=inputs.support_is_samples & inputs.support_valid,
-        num_entries=real_counts,
-        sampler_tail=_select(usable & kinds["head"], inputs.sampler_tail_mass.to(dtype)),
-        trainer_tail=_select(usable & kinds["head"], trainer_tail.to(dtype)),
+        num_entries=entries.num_real,
+        sampler_tail=_select(usable & kinds["head"], sampler_tail),
+        trainer_tail=_select(usable & kinds["head"], trainer_tail),
     )
 
 
-def working(values: Tensor) -> Tensor:
-    """Return float values in float64 if they are, else in float32: losses need its range."""
-    return values if values.dtype == torch.float64 else values.float()
+def _working_dtype(inputs: LossInputs) -> torch.dtype:
+    """Return float64 where any logprob is, else float32: losses need more range than half."""
+    logprobs = (
+        inputs.trainer_logprobs,
+        inputs.sampler_logprobs,
+        inputs.trainer_support_logprobs,
+        inputs.sampler_support_logprobs,
+    )
+    wide = any(values.dtype == torch.float64 for values in logprobs)
+    return torch.float64 if wide else torch.float32
+
+
+def _entry_row(inputs: LossInputs) -> Tensor:
+    """Return the row of every entry [E]; the output size spares the wait for the device."""
+    counts = inputs.support_offsets.long().diff()
+    num_entries = inputs.trainer_support_logprobs.shape[0]
+    return torch.repeat_interleave(counts, output_size=num_entries)
+
+
+def _read_entries(
+    inputs: LossInputs, config: LossConfig, dtype: torch.dtype, max_log_p: float
+) -> _Entries:
+    """Return the entries with what is wrong with them."""
+    log_p, log_q = inputs.trainer_support_logprobs, inputs.sampler_support_logprobs
+    zeros = torch.zeros_like(inputs.support_offsets[1:], dtype=torch.int64)
+    if config.support_kinds:
+        row = _entry_row(inputs)
+    else:
+        # of no use to any term: an empty slice keeps them in the graph and costs nothing
+        log_p, log_q, row = log_p[:0], log_q[:0], zeros[:0]
+    # below the floor an entry has no weight at all in float32, so it is padding like -inf
+    real = ~(log_q < MIN_SAMPLED_LOG_Q)
+    bad = real & ~((log_q <= MAX_LOG_Q) & _in_range(log_p, MIN_LOG_P, max_log_p))
+    return _Entries(
+        row=row,
+        log_p=log_p.to(dtype),
+        log_q=log_q.to(dtype),
+        real=real,
+        num_real=zeros.index_add(0, row, real.long()),
+        num_bad=zeros.index_add(0, row, bad.long()),
+    )
 
 
 def _select(mask: Tensor, values: Tensor) -> Tensor:
@@ -199,9 +242,11 @@ def _any_of(kinds: dict[str, Tensor], names: frozenset[str]) -> Tensor:
     return result
 
 
-def _check_offsets(offsets: Tensor, counts: Tensor, num_entries: int) -> None:
+def _check_offsets(inputs: LossInputs) -> None:
     """Raise ValueError unless the offsets start at 0, never fall, and end at the entries."""
-    lowest = counts.min() if counts.numel() else offsets.new_zeros(())
+    offsets = inputs.support_offsets.long()
+    num_entries = inputs.trainer_support_logprobs.shape[0]
+    lowest = offsets.diff().min() if offsets.numel() > 1 else offsets.new_zeros(())
     first, last, least = torch.stack([offsets[0], offsets[-1], lowest]).tolist()
     if first != 0 or last != num_entries or least < 0:
         raise ValueError(
@@ -214,7 +259,6 @@ def _check_alignment(
     inputs: LossInputs,
     config: LossConfig,
     kinds: dict[str, Tensor],
-    entry_row: Tensor,  # [E]
     scored: Tensor,  # [N]
 ) -> None:
     """Raise ValueError where tokens, supports and settings don't belong together."""
@@ -230,6 +274,7 @@ def _check_alignment(
         raw = inputs.loss_mask & ~inputs.trainer_is_normalised
     hits = torch.ones_like(scored, dtype=torch.int64)
     if inputs.target_ids is not None and inputs.support_ids is not None:
+        entry_row = _entry_row(inputs)
         same = inputs.support_ids.long() == inputs.target_ids.long()[entry_row]
         hits = torch.zeros_like(hits).index_add(0, entry_row, same.long())
     # also where values are impossible: a trainer that misses the id reports it as log p = -inf
