@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-DOT_TILE = 16
+DOT_TILE = 8
 """Entries of one program of the sampled product."""
 
 DOT_WARPS = 4
@@ -57,13 +57,12 @@ def hot_block(num_rows: int, num_entries: int, vocab: int, width: int, dtype: to
 
 
 def row_blocks(num_rows: int, num_entries: int) -> dict[str, int]:
-    """Return the launch options of a kernel with one program a row.
-
-    A row is done in steps of LONG entries, its rest in steps of BLOCK.
-    """
+    """Return the launch options of a kernel with one program a row, in steps of BLOCK entries."""
     if num_entries <= 32 * num_rows:
-        return {"BLOCK": 128, "LONG": 1024, "num_warps": 1}
-    return {"BLOCK": 512, "LONG": 4096, "num_warps": 4}
+        return {"BLOCK": 128, "num_warps": 1}
+    if num_entries <= 1024 * num_rows:
+        return {"BLOCK": 1024, "num_warps": 4}
+    return {"BLOCK": 4096, "num_warps": 8}
 
 
 def width_block(width: int, limit: int) -> int:

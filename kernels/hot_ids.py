@@ -21,6 +21,23 @@ from rollout.kernels.matmul import matmul_fp32
 
 
 @triton.jit
+def _id_offsets_kernel(
+    keys_ptr, offsets_ptr, num_entries, num_offsets, search_steps, BLOCK: tl.constexpr
+):
+    key = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    # the first place whose key is not below this one
+    low = tl.zeros((BLOCK,), tl.int64)
+    high = tl.zeros((BLOCK,), tl.int64) + num_entries
+    for _ in range(search_steps):
+        middle = (low + high) // 2
+        open_ = low < high
+        below = tl.load(keys_ptr + middle, mask=open_, other=0) < key
+        low = tl.where(open_ & below, middle + 1, low)
+        high = tl.where(open_ & ~below, middle, high)
+    tl.store(offsets_ptr + key, low, mask=key < num_offsets)
+
+
+@triton.jit
 def _block_logits_kernel(
     product_ptr,
     keys_ptr,
@@ -128,8 +145,11 @@ def sort_by_id(keys: torch.Tensor, vocab: int) -> IdOrder:
         The order and the CSR offsets over the ids.
     """
     sorted_keys, entries = torch.sort(keys, stable=True)
-    ids = torch.arange(vocab + 1, dtype=torch.int32, device=keys.device)
-    return IdOrder(keys=sorted_keys, entries=entries, offsets=torch.searchsorted(sorted_keys, ids))
+    offsets = torch.empty(vocab + 1, dtype=torch.int64, device=keys.device)
+    _id_offsets_kernel[(triton.cdiv(vocab + 1, 256),)](
+        sorted_keys, offsets, keys.shape[0], vocab + 1, keys.shape[0].bit_length() + 1, BLOCK=256
+    )
+    return IdOrder(keys=sorted_keys, entries=entries, offsets=offsets)
 
 
 def hot_logits(

@@ -1,18 +1,16 @@
-"""Weighted sums of gathered rows over the segments of a CSR matrix.
+"""Both gradients of the sparse head as weighted sums of gathered rows.
 
-Both gradients of the sparse head are such sums, out[s] = sum of coefficient_e * source[index_e]:
-over rows with the weight as source, and over ids, after a sort by id, with the hidden states as
-source. A program does the first TILE entries of one segment. What a segment holds beyond them is
-done before by programs of its own, TILE entries each, whose partial sums the first program adds in
-order: balanced whatever the lengths, free of atomics, the same bits in every run. Segments without
-entries are written as zeros by the same launch, so the weight's gradient needs no clearing.
+They are out[s] = sum of coefficient_e * source[index_e] over the segments of a CSR matrix: over
+rows with the weight as source, and over ids, after a sort by id, with the hidden states as source.
+One launch does both, so that the end of one fills the gaps of the other.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
-import triton.language as tl
 
 from rollout.kernels.head_config import (
     ENTRY_BLOCK,
@@ -22,217 +20,96 @@ from rollout.kernels.head_config import (
     sum_tile,
     width_block,
 )
+from rollout.kernels.segment_kernels import (
+    count_tiles_kernel,
+    overflow_sum_kernel,
+    segment_sum_kernel,
+)
 
 # N rows, E entries of all rows, M source rows, H hidden size, S segments
 
 
-@triton.jit
-def _count_tiles_kernel(
-    offsets_ptr,
-    skip_ptr,
-    tiles_ptr,
-    num_segments,
-    TILE: tl.constexpr,
-    HAS_SKIP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    segment = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = segment < num_segments
-    start = tl.load(offsets_ptr + segment, mask=inside, other=0)
-    end = tl.load(offsets_ptr + segment + 1, mask=inside, other=0)
-    tiles = tl.maximum(end - start - 1, 0) // TILE
-    if HAS_SKIP:
-        tiles = tl.where(tl.load(skip_ptr + segment, mask=inside, other=-1) >= 0, 0, tiles)
-    tl.store(tiles_ptr + segment, tiles, mask=inside)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SegmentSum:
+    """One matrix: out[s] = sum over segment s of coefficient_e * source[index_e]."""
+
+    source: torch.Tensor
+    """[M, H] bf16, fp16 or fp32, unit stride along H."""
+    index: torch.Tensor
+    """[E] int32; entries with an index of M or more add nothing."""
+    coefficients: torch.Tensor
+    """[E] fp32."""
+    offsets: torch.Tensor
+    """[S + 1] int64, segment s in offsets[s]:offsets[s + 1]."""
+    out: torch.Tensor
+    """[S, H] contiguous, written."""
 
 
-@triton.jit
-def _add_rows(
-    total,
-    source_ptr,
-    index_ptr,
-    coefficients_ptr,
-    source_stride,
-    num_sources,
-    start,
-    end,
-    column,
-    WIDTH: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
-    lane = tl.arange(0, UNROLL).to(tl.int64)
-    index = tl.load(index_ptr + start + lane, mask=start + lane < end, other=num_sources)
-    coefficient = tl.load(coefficients_ptr + start + lane, mask=start + lane < end, other=0.0)
-    for begin in range(start, end, UNROLL):
-        # [UNROLL, BLOCK_H]
-        source = tl.load(
-            source_ptr + index.to(tl.int64)[:, None] * source_stride + column[None, :],
-            mask=(index < num_sources)[:, None] & (column < WIDTH)[None, :],
-            other=0.0,
-        )
-        # the next step's indices are under way while this step's rows are
-        ahead = begin + UNROLL + lane
-        index = tl.load(index_ptr + ahead, mask=ahead < end, other=num_sources)
-        coefficient_ahead = tl.load(coefficients_ptr + ahead, mask=ahead < end, other=0.0)
-        total += tl.sum(source.to(tl.float32) * coefficient[:, None], 0)
-        coefficient = coefficient_ahead
-    return total
-
-
-@triton.jit
-def _overflow_sum_kernel(
-    source_ptr,
-    index_ptr,
-    coefficients_ptr,
-    offsets_ptr,
-    tile_ends_ptr,
-    partials_ptr,
-    source_stride,
-    num_sources,
-    num_segments,
-    search_steps,
-    WIDTH: tl.constexpr,
-    TILE: tl.constexpr,
-    UNROLL: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
-    tile = tl.program_id(0).to(tl.int64)
-    if tile >= tl.load(tile_ends_ptr + num_segments - 1):
-        return
-    # the first segment whose tiles end behind this one
-    low = tile * 0
-    high = tile * 0 + num_segments - 1
-    for _ in range(search_steps):
-        middle = (low + high) // 2
-        behind = tl.load(tile_ends_ptr + middle) > tile
-        high = tl.where(behind, middle, high)
-        low = tl.where(behind, low, tl.minimum(middle + 1, high))
-    start = tl.load(offsets_ptr + low)
-    end = tl.load(offsets_ptr + low + 1)
-    behind = tl.load(tile_ends_ptr + low) - tile
-    # tiles count from the segment's second TILE entries
-    begin = start + ((end - start - 1) // TILE - behind + 1) * TILE
-    column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    total = _add_rows(
-        tl.zeros((BLOCK_H,), tl.float32),
-        source_ptr,
-        index_ptr,
-        coefficients_ptr,
-        source_stride,
-        num_sources,
-        begin,
-        tl.minimum(begin + TILE, end),
-        column,
-        WIDTH=WIDTH,
-        UNROLL=UNROLL,
-    )
-    tl.store(partials_ptr + tile * WIDTH + column, total, mask=column < WIDTH)
-
-
-@triton.jit
-def _segment_sum_kernel(
-    source_ptr,
-    index_ptr,
-    coefficients_ptr,
-    offsets_ptr,
-    tile_ends_ptr,
-    partials_ptr,
-    base_ptr,
-    skip_ptr,
-    out_ptr,
-    source_stride,
-    num_sources,
-    WIDTH: tl.constexpr,
-    HAS_TILES: tl.constexpr,
-    HAS_BASE: tl.constexpr,
-    HAS_SKIP: tl.constexpr,
-    TILE: tl.constexpr,
-    UNROLL: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
-    segment = tl.program_id(0).to(tl.int64)
-    if HAS_SKIP and tl.load(skip_ptr + segment) >= 0:
-        return
-    column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    known = column < WIDTH
-    total = tl.zeros((BLOCK_H,), tl.float32)
-    if HAS_BASE:
-        total = tl.load(base_ptr + segment * WIDTH + column, mask=known, other=0.0)
-    start = tl.load(offsets_ptr + segment)
-    end = tl.load(offsets_ptr + segment + 1)
-    total = _add_rows(
-        total,
-        source_ptr,
-        index_ptr,
-        coefficients_ptr,
-        source_stride,
-        num_sources,
-        start,
-        tl.minimum(start + TILE, end),
-        column,
-        WIDTH=WIDTH,
-        UNROLL=UNROLL,
-    )
-    if HAS_TILES and end - start > TILE:
-        last = tl.load(tile_ends_ptr + segment)
-        for tile in range(last - (end - start - 1) // TILE, last):
-            total += tl.load(partials_ptr + tile * WIDTH + column, mask=known, other=0.0)
-    tl.store(out_ptr + segment * WIDTH + column, total, mask=known)
-
-
-def segment_sum(
-    source: torch.Tensor,  # [M, H]
-    index: torch.Tensor,  # [E]
-    coefficients: torch.Tensor,  # [E]
-    offsets: torch.Tensor,  # [S + 1]
-    out: torch.Tensor,  # [S, H]
+def segment_sums(
+    by_row: SegmentSum | None,
+    by_id: SegmentSum | None,
     *,
     num_rows: int,
-    base: torch.Tensor | None = None,  # [S, H]
-    skip: torch.Tensor | None = None,  # [S]
+    row_base: torch.Tensor | None = None,  # [S, H]
+    id_skip: torch.Tensor | None = None,  # [S]
 ) -> None:
-    """Write out[s] = base[s] + sum over segment s of coefficient_e * source[index_e].
+    """Write the sums of one or two matrices of the same H and dtype.
 
-    Extra memory: at most `num_rows` + 1 rows of fp32 partial sums.
+    Extra memory: at most two rows of fp32 partial sums for each of the N rows.
 
     Args:
-        source: [M, H] bf16, fp16 or fp32, unit stride along H.
-        index: [E] int32; entries with an index of M or more add nothing.
-        coefficients: [E] fp32.
-        offsets: [S + 1] int64, segment s in offsets[s]:offsets[s + 1].
-        out: [S, H] contiguous, every row written but the skipped ones.
+        by_row: the first matrix, whose long segments start first.
+        by_id: the second.
         num_rows: N, which bounds the extra memory.
-        base: [S, H] fp32, contiguous.
-        skip: [S] int32, segments with a value of 0 or more are left alone.
+        row_base: fp32 contiguous, added to the first matrix' sums.
+        id_skip: int32; segments of the second matrix with a value of 0 or more stay unwritten.
     """
-    num_segments, width = out.shape
-    tile = sum_tile(num_rows, index.shape[0])
+    sums = [one for one in (by_row, by_id) if one is not None]
+    if not sums:
+        return
+    width = sums[0].out.shape[1]
+    row, by = by_row or sums[0], by_id or sums[0]
+    num_row_segments = 0 if by_row is None else by_row.out.shape[0]
+    num_segments = sum(one.out.shape[0] for one in sums)
+    tile = sum_tile(num_rows, sums[0].index.shape[0])
+    num_tiles = sum(one.index.shape[0] // tile for one in sums)
     block = width_block(width, SUM_BLOCK)
-    num_tiles = index.shape[0] // tile
     columns = triton.cdiv(width, block)
     tile_ends, partials = None, None
+    sources = (
+        row.source,
+        row.index,
+        row.coefficients,
+        row.offsets,
+        by.source,
+        by.index,
+        by.coefficients,
+        by.offsets,
+        row.source.stride(0),
+        by.source.stride(0),
+        row.source.shape[0],
+        by.source.shape[0],
+        num_row_segments,
+    )
     if num_tiles:
-        tiles = torch.empty(num_segments, dtype=torch.int64, device=out.device)
-        _count_tiles_kernel[(triton.cdiv(num_segments, ENTRY_BLOCK),)](
-            offsets,
-            skip,
+        tiles = torch.empty(num_segments, dtype=torch.int64, device=row.out.device)
+        count_tiles_kernel[(triton.cdiv(num_segments, ENTRY_BLOCK),)](
+            row.offsets,
+            by.offsets,
+            id_skip,
             tiles,
+            num_row_segments,
             num_segments,
             TILE=tile,
-            HAS_SKIP=skip is not None,
+            HAS_SKIP=id_skip is not None,
             BLOCK=ENTRY_BLOCK,
         )
         tile_ends = tiles.cumsum(0)
-        partials = torch.empty(num_tiles, width, dtype=torch.float32, device=out.device)
-        _overflow_sum_kernel[(num_tiles, columns)](
-            source,
-            index,
-            coefficients,
-            offsets,
-            tile_ends,
+        partials = torch.empty(num_tiles, width, dtype=torch.float32, device=row.out.device)
+        overflow_sum_kernel[(num_tiles, columns)](
             partials,
-            source.stride(0),
-            source.shape[0],
+            tile_ends,
+            *sources,
             num_segments,
             num_segments.bit_length(),
             WIDTH=width,
@@ -241,22 +118,18 @@ def segment_sum(
             BLOCK_H=block,
             num_warps=SUM_WARPS,
         )
-    _segment_sum_kernel[(num_segments, columns)](
-        source,
-        index,
-        coefficients,
-        offsets,
-        tile_ends,
+    segment_sum_kernel[(num_segments, columns)](
+        row.out,
+        by.out,
+        row_base,
+        id_skip,
         partials,
-        base,
-        skip,
-        out,
-        source.stride(0),
-        source.shape[0],
+        tile_ends,
+        *sources,
         WIDTH=width,
         HAS_TILES=num_tiles > 0,
-        HAS_BASE=base is not None,
-        HAS_SKIP=skip is not None,
+        HAS_BASE=row_base is not None,
+        HAS_SKIP=id_skip is not None,
         TILE=tile,
         UNROLL=SUM_UNROLL,
         BLOCK_H=block,

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from rollout.kernels.head_config import hot_block
 from rollout.kernels.hot_ids import HotIds, IdOrder, hot_grads, hot_logits, sort_by_id
 from rollout.kernels.launch import Impl, choose_impl
-from rollout.kernels.segment_sum import segment_sum
+from rollout.kernels.segment_sum import SegmentSum, segment_sums
 from rollout.kernels.support_head_bwd import logit_grads, take
 from rollout.kernels.support_head_fwd import entry_keys, row_softmax, sampled_product
 
@@ -337,36 +337,48 @@ class _SupportLogprobs(torch.autograd.Function):
         hot: HotIds | None = ctx.hot
         order: IdOrder | None = ctx.order
         base: torch.Tensor | None = None
+        by_row: SegmentSum | None = None
+        by_id: SegmentSum | None = None
         if ctx.needs_input_grad[1]:
             order = sort_by_id(keys, weight.shape[0]) if order is None else order
-            by_id = take(order.entries, order.offsets, rows, coefficients)
+            sorted_rows, sorted_grads = take(order.entries, order.offsets, rows, coefficients)
             grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
             if hot is not None:
-                base, hot_rows = hot_grads(
+                base, grad_weight[hot.ids] = hot_grads(
                     hidden,
                     weight,
-                    by_id[1],
-                    by_id[0],
+                    sorted_grads,
+                    sorted_rows,
                     order,
                     hot,
                     needs_hidden=ctx.needs_input_grad[0],
                 )
-                grad_weight[hot.ids] = hot_rows
-            segment_sum(
-                hidden,
-                *by_id,
-                order.offsets,
-                grad_weight,
-                num_rows=hidden.shape[0],
-                skip=None if hot is None else hot.slots,
+            by_id = SegmentSum(
+                source=hidden,
+                index=sorted_rows,
+                coefficients=sorted_grads,
+                offsets=order.offsets,
+                out=grad_weight,
             )
         if ctx.needs_input_grad[0]:
-            by_row = keys, coefficients
             if hot is not None:
                 offsets = hot.cold_offsets
-                by_row = take(hot.cold_entries, offsets, keys, coefficients)
+                keys, coefficients = take(hot.cold_entries, offsets, keys, coefficients)
             grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-            segment_sum(weight, *by_row, offsets, grad_hidden, num_rows=hidden.shape[0], base=base)
+            by_row = SegmentSum(
+                source=weight,
+                index=keys,
+                coefficients=coefficients,
+                offsets=offsets,
+                out=grad_hidden,
+            )
+        segment_sums(
+            by_row,
+            by_id,
+            num_rows=hidden.shape[0],
+            row_base=base,
+            id_skip=None if hot is None else hot.slots,
+        )
         return grad_hidden, grad_weight, None, None, None, None
 
 

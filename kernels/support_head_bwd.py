@@ -12,39 +12,6 @@ from rollout.kernels.head_config import ENTRY_BLOCK, row_blocks
 
 
 @triton.jit
-def _sum_entries(values_ptr, start, end, BLOCK: tl.constexpr):
-    total = tl.zeros((BLOCK,), tl.float32)
-    for begin in range(start, end, BLOCK):
-        entry = begin + tl.arange(0, BLOCK).to(tl.int64)
-        total += tl.load(values_ptr + entry, mask=entry < end, other=0.0)
-    return tl.sum(total)
-
-
-@triton.jit
-def _write_grads(
-    logprobs_ptr,
-    grad_entries_ptr,
-    coefficients_ptr,
-    start,
-    end,
-    position,
-    grad_target,
-    mass,
-    scale,
-    HAS_ENTRIES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    for begin in range(start, end, BLOCK):
-        entry = begin + tl.arange(0, BLOCK).to(tl.int64)
-        inside = entry < end
-        grad = -tl.exp(tl.load(logprobs_ptr + entry, mask=inside, other=0.0)) * mass
-        if HAS_ENTRIES:
-            grad += tl.load(grad_entries_ptr + entry, mask=inside, other=0.0)
-        grad += tl.where(entry == position, grad_target, 0.0)
-        tl.store(coefficients_ptr + entry, grad * scale, mask=inside)
-
-
-@triton.jit
 def _logit_grads_kernel(
     logprobs_ptr,
     grad_entries_ptr,
@@ -56,7 +23,6 @@ def _logit_grads_kernel(
     HAS_ENTRIES: tl.constexpr,
     HAS_TARGETS: tl.constexpr,
     BLOCK: tl.constexpr,
-    LONG: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     start = tl.load(offsets_ptr + row)
@@ -70,38 +36,22 @@ def _logit_grads_kernel(
         grad_target = scale * 0.0
         if HAS_TARGETS:
             # a missing target has no gradient
-            grad_target = tl.load(grad_targets_ptr + row, mask=position >= 0, other=0.0)
-        middle = end - (end - start) % LONG
+            grad_target = tl.load(grad_targets_ptr + row, mask=position < end, other=0.0)
         mass = grad_target
         if HAS_ENTRIES:
-            mass += _sum_entries(grad_entries_ptr, start, middle, BLOCK=LONG)
-            mass += _sum_entries(grad_entries_ptr, middle, end, BLOCK=BLOCK)
-        _write_grads(
-            logprobs_ptr,
-            grad_entries_ptr,
-            coefficients_ptr,
-            start,
-            middle,
-            position,
-            grad_target,
-            mass,
-            scale,
-            HAS_ENTRIES=HAS_ENTRIES,
-            BLOCK=LONG,
-        )
-        _write_grads(
-            logprobs_ptr,
-            grad_entries_ptr,
-            coefficients_ptr,
-            middle,
-            end,
-            position,
-            grad_target,
-            mass,
-            scale,
-            HAS_ENTRIES=HAS_ENTRIES,
-            BLOCK=BLOCK,
-        )
+            total = tl.zeros((BLOCK,), tl.float32)
+            for begin in range(start, end, BLOCK):
+                entry = begin + tl.arange(0, BLOCK).to(tl.int64)
+                total += tl.load(grad_entries_ptr + entry, mask=entry < end, other=0.0)
+            mass += tl.sum(total)
+        for begin in range(start, end, BLOCK):
+            entry = begin + tl.arange(0, BLOCK).to(tl.int64)
+            inside = entry < end
+            grad = -tl.exp(tl.load(logprobs_ptr + entry, mask=inside, other=0.0)) * mass
+            if HAS_ENTRIES:
+                grad += tl.load(grad_entries_ptr + entry, mask=inside, other=0.0)
+            grad += tl.where(entry == position, grad_target, 0.0)
+            tl.store(coefficients_ptr + entry, grad * scale, mask=inside)
 
 
 @triton.jit
@@ -138,7 +88,7 @@ def logit_grads(
         grad_entries: [E] fp32, or None for zeros.
         grad_targets: [N] fp32, or None for zeros.
         support_offsets: [N + 1] int64.
-        positions: [N] int64, each row's target entry, or -1.
+        positions: [N] int64, each row's target entry; E where there is none.
         inverse_temperature: [N] fp32.
 
     Returns:

@@ -11,26 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout.kernels.head_config import DOT_TILE, DOT_WARPS, row_blocks, width_block
+from rollout.kernels.head_config import DOT_TILE, DOT_WARPS, ENTRY_BLOCK, row_blocks, width_block
 
 # N rows, E entries of all rows, V vocabulary, H hidden size
-
-
-@triton.jit
-def _write_keys(
-    ids_ptr, rows_ptr, keys_ptr, row, target, start, end, first, single, vocab, BLOCK: tl.constexpr
-):
-    for begin in range(start, end, BLOCK):
-        entry = begin + tl.arange(0, BLOCK).to(tl.int64)
-        inside = entry < end
-        ids = tl.load(ids_ptr + entry, mask=inside, other=-1).to(tl.int64)
-        hit = inside & (ids == target)
-        first = tl.minimum(first, tl.min(tl.where(hit, entry, 1 << 40)))
-        # the key of an entry that needs no work, or can't have any, lies behind the vocabulary
-        keys = tl.where(single | (ids < 0) | (ids >= vocab), vocab, ids)
-        tl.store(rows_ptr + entry, row.to(tl.int32), mask=inside)
-        tl.store(keys_ptr + entry, keys.to(tl.int32), mask=inside)
-    return first
 
 
 @triton.jit
@@ -41,24 +24,31 @@ def _entry_keys_kernel(
     rows_ptr,
     keys_ptr,
     positions_ptr,
+    num_entries,
+    num_rows,
     vocab,
+    search_steps,
     BLOCK: tl.constexpr,
-    LONG: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    start = tl.load(offsets_ptr + row)
-    end = tl.load(offsets_ptr + row + 1)
-    target = tl.load(targets_ptr + row)
-    single = end - start == 1
-    none = row * 0 + (1 << 40)
-    middle = end - (end - start) % LONG
-    first = _write_keys(
-        ids_ptr, rows_ptr, keys_ptr, row, target, start, middle, none, single, vocab, BLOCK=LONG
-    )
-    first = _write_keys(
-        ids_ptr, rows_ptr, keys_ptr, row, target, middle, end, first, single, vocab, BLOCK=BLOCK
-    )
-    tl.store(positions_ptr + row, tl.where(first < none, first, -1))
+    entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = entry < num_entries
+    # the last row that starts at or before the entry: the one that holds it, as no later one does
+    low = tl.zeros((BLOCK,), tl.int32)
+    high = tl.zeros((BLOCK,), tl.int32) + (num_rows - 1)
+    for _ in range(search_steps):
+        middle = (low + high + 1) // 2
+        before = tl.load(offsets_ptr + middle, mask=inside, other=0) <= entry
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, tl.maximum(middle - 1, low))
+    start = tl.load(offsets_ptr + low, mask=inside, other=0)
+    end = tl.load(offsets_ptr + low + 1, mask=inside, other=0)
+    ids = tl.load(ids_ptr + entry, mask=inside, other=-1).to(tl.int64)
+    target = tl.load(targets_ptr + low, mask=inside, other=-2)
+    tl.atomic_min(positions_ptr + low, entry, mask=inside & (ids == target))
+    # the key of an entry that needs no work, or can't have any, lies behind the vocabulary
+    keys = tl.where((end - start == 1) | (ids < 0) | (ids >= vocab), vocab, ids)
+    tl.store(rows_ptr + entry, low, mask=inside)
+    tl.store(keys_ptr + entry, keys.to(tl.int32), mask=inside)
 
 
 @triton.jit
@@ -143,45 +133,33 @@ def _peak_and_sum(logits_ptr, start, end, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _subtract(logits_ptr, logsumexp, start, end, BLOCK: tl.constexpr):
-    for begin in range(start, end, BLOCK):
-        entry = begin + tl.arange(0, BLOCK).to(tl.int64)
-        z = tl.load(logits_ptr + entry, mask=entry < end, other=0.0)
-        tl.store(logits_ptr + entry, z - logsumexp, mask=entry < end)
-
-
-@triton.jit
 def _row_softmax_kernel(
     logits_ptr,
     offsets_ptr,
     positions_ptr,
     targets_ptr,
     BLOCK: tl.constexpr,
-    LONG: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     start = tl.load(offsets_ptr + row)
     end = tl.load(offsets_ptr + row + 1)
     position = tl.load(positions_ptr + row)
+    missing = position >= end
     if end - start < 2:
         if end > start:
             tl.store(logits_ptr + start, 0.0)
-        tl.store(targets_ptr + row, tl.where((position < 0) & (end > start), float("nan"), 0.0))
+        tl.store(targets_ptr + row, tl.where(missing & (end > start), float("nan"), 0.0))
     else:
-        target = tl.load(logits_ptr + tl.maximum(position, start))
-        middle = end - (end - start) % LONG
-        peak, total = _peak_and_sum(logits_ptr, middle, end, BLOCK=BLOCK)
-        if middle > start:
-            peak_long, total_long = _peak_and_sum(logits_ptr, start, middle, BLOCK=LONG)
-            higher = tl.maximum(peak, peak_long)
-            total = total * tl.exp(peak - higher) + total_long * tl.exp(peak_long - higher)
-            peak = higher
+        target = tl.load(logits_ptr + tl.minimum(position, end - 1))
+        peak, total = _peak_and_sum(logits_ptr, start, end, BLOCK=BLOCK)
         logsumexp = peak + tl.log(total)
         # every lane has read the target before any lane overwrites it
         tl.debug_barrier()
-        _subtract(logits_ptr, logsumexp, start, middle, BLOCK=LONG)
-        _subtract(logits_ptr, logsumexp, middle, end, BLOCK=BLOCK)
-        tl.store(targets_ptr + row, tl.where(position < 0, float("nan"), target - logsumexp))
+        for begin in range(start, end, BLOCK):
+            entry = begin + tl.arange(0, BLOCK).to(tl.int64)
+            z = tl.load(logits_ptr + entry, mask=entry < end, other=0.0)
+            tl.store(logits_ptr + entry, z - logsumexp, mask=entry < end)
+        tl.store(targets_ptr + row, tl.where(missing, float("nan"), target - logsumexp))
 
 
 def entry_keys(
@@ -201,22 +179,26 @@ def entry_keys(
     Returns:
         rows: [E] int32.
         keys: [E] int32, the id; V for the entry of a single-entry row and for an id out of [0, V).
-        positions: [N] int64, the first entry that names the target, or -1.
+        positions: [N] int64, the first entry that names the target; E where there is none.
     """
     num_rows, num_entries = target_ids.shape[0], support_ids.shape[0]
     rows = torch.empty(num_entries, dtype=torch.int32, device=support_ids.device)
     keys = torch.empty_like(rows)
-    positions = torch.empty_like(target_ids)
-    _entry_keys_kernel[(num_rows,)](
-        support_ids,
-        support_offsets,
-        target_ids,
-        rows,
-        keys,
-        positions,
-        vocab,
-        **row_blocks(num_rows, num_entries),
-    )
+    positions = torch.full_like(target_ids, num_entries)
+    if num_entries:
+        _entry_keys_kernel[(triton.cdiv(num_entries, ENTRY_BLOCK),)](
+            support_ids,
+            support_offsets,
+            target_ids,
+            rows,
+            keys,
+            positions,
+            num_entries,
+            num_rows,
+            vocab,
+            num_rows.bit_length(),
+            BLOCK=ENTRY_BLOCK,
+        )
     return rows, keys, positions
 
 

@@ -137,7 +137,7 @@ class _WideLogprobs(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden = add_matmul_fp32(grad_hidden, grads, weight[first:end])
             if grad_weight is not None:
-                grad_weight[first:end] = grads.T @ hidden
+                torch.mm(grads.T, hidden, out=grad_weight[first:end])
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
         return grad_hidden, grad_weight, None, None, None, None
