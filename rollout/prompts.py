@@ -1,6 +1,6 @@
-"""Prompts as people write them: rows of JSON lines or Parquet, each kept or set aside.
+"""Prompts as people write them: the rows of a file, each kept or set aside.
 
-Nothing that stands in a row stops the job: what can't be read is yielded as a rejection with its
+Nothing that stands in a row stops the job: what can't be used is yielded as a rejection with its
 line. Keys are ours (a digest of what the engine will see), the user's `id` is carried along.
 """
 
@@ -13,19 +13,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import fsspec
-import pyarrow as pa
-import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from rollout.config import PromptsConfig, SamplingConfig
+from rollout.config import PromptsConfig, SamplingConfig, check_template_kwargs
 from rollout.errors import ConfigError, InputError
 from rollout.jobfile import check_section
+from rollout.metadata import encode_metadata
+from rollout.prompt_files import RawRow, read_rows
 from rollout.rows import Rejection
 
 _KNOWN = ("id", "prompt", "messages", "prompt_token_ids", "sampling", "chat_template_kwargs")
 _CONTENT = ("prompt", "messages", "prompt_token_ids")
-_FORMATS = (".jsonl", ".jsonl.gz", ".parquet")
+_DETAIL_CHARACTERS = 500
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +45,8 @@ class Prompt:
     row: dict[str, Any]
     """The whole row as written, for the reward function."""
     metadata: str | None
-    """JSON of the columns that are the user's own, `sampling` included."""
+    """The columns that are the user's own, `sampling` included, as `rollout.metadata` writes them;
+    null where there are none."""
 
 
 class _Content(BaseModel):
@@ -74,41 +74,18 @@ def read_prompts(config: PromptsConfig, sampling: SamplingConfig) -> Iterator[Pr
         InputError: the file can't be opened or is of another format; two rows have the same id
             where that is refused.
     """
-    seen_keys: Counter[str] = Counter()
+    seen: Counter[str] = Counter()
     lines_of_ids: dict[str, int] = {}
-    for line, data in _rows(config):
-        if isinstance(data, str):
-            yield _rejection(config, line, "unreadable_row", data)
-            continue
-        try:
-            content = _check_content(data)
-            effective = _effective_sampling(content, sampling)
-        except ValueError as error:
-            yield _rejection(config, line, "bad_row", str(error), data)
-            continue
-        digest = _digest(content, effective, sampling)
-        seen_keys[digest] += 1
-        key = digest if seen_keys[digest] == 1 else _sha256(f"{digest} {seen_keys[digest]}")
-        prompt_id = key[:16] if content.id is None else str(content.id)
-        first = lines_of_ids.setdefault(prompt_id, line)
-        if first != line and config.duplicate_ids == "fail":
-            raise InputError(
-                f"prompts {config.path}: id {prompt_id!r} stands on line {first} and line {line}; "
-                "make ids unique, or set prompts.duplicate_ids: allow"
-            )
-        own = {k: v for k, v in data.items() if k not in _KNOWN or (k == "sampling" and v)}
-        yield Prompt(
-            key=key,
-            prompt_id=prompt_id,
-            line=line,
-            prompt=content.prompt,
-            messages=content.messages,
-            prompt_token_ids=content.prompt_token_ids,
-            sampling=effective,
-            chat_template_kwargs=config.chat_template_kwargs | (content.chat_template_kwargs or {}),
-            row=data,
-            metadata=json.dumps(own, ensure_ascii=False, default=str) if own else None,
-        )
+    for raw in read_rows(config):
+        row = _prompt(raw, config, sampling, seen)
+        if isinstance(row, Prompt):
+            first = lines_of_ids.setdefault(row.prompt_id, raw.line)
+            if first != raw.line and config.duplicate_ids == "fail":
+                raise InputError(
+                    f"prompts {config.path}: id {row.prompt_id[:200]!r} stands on line {first} and "
+                    f"line {raw.line}; make ids unique, or set prompts.duplicate_ids: allow"
+                )
+        yield row
 
 
 def check_prompts_file(config: PromptsConfig) -> None:
@@ -117,32 +94,94 @@ def check_prompts_file(config: PromptsConfig) -> None:
     Raises:
         InputError: it can't be opened, is of another format, or is empty.
     """
-    if next(_rows(config), None) is None:
+    if next(read_rows(config), None) is None:
         raise InputError(f"prompts {config.path}: no rows")
+
+
+def _prompt(
+    raw: RawRow, config: PromptsConfig, sampling: SamplingConfig, seen: Counter[str]
+) -> Prompt | Rejection:
+    data = raw.data
+    if data is None:
+        return _rejection(config, raw, "unreadable_row", raw.problem or "", seen)
+    try:
+        content = _check_content(data)
+        effective = _effective_sampling(content, sampling)
+        digest = _digest(content, effective, sampling)
+        own = {k: v for k, v in data.items() if k not in _KNOWN or (k == "sampling" and v)}
+        metadata = encode_metadata(own) if own else None
+    except UnicodeEncodeError as error:
+        lone = f"\\u{ord(error.object[error.start]):04x}"
+        return _rejection(config, raw, "bad_row", f"{lone} alone is no character", seen)
+    except RecursionError:
+        return _rejection(config, raw, "bad_row", "nested too deeply", seen)
+    except (ValueError, TypeError) as error:
+        return _rejection(config, raw, "bad_row", str(error), seen)
+    key = _occurrence(seen, digest)
+    return Prompt(
+        key=key,
+        prompt_id=key[:16] if content.id is None else str(content.id),
+        line=raw.line,
+        prompt=content.prompt,
+        messages=content.messages,
+        prompt_token_ids=content.prompt_token_ids,
+        sampling=effective,
+        chat_template_kwargs=config.chat_template_kwargs | (content.chat_template_kwargs or {}),
+        row=data,
+        metadata=metadata,
+    )
 
 
 def _check_content(data: dict[str, Any]) -> _Content:
     try:
         content = _Content.model_validate(data)
     except ValidationError as error:
-        item = error.errors()[0]
+        item = error.errors(include_url=False)[0]
+        if item["loc"][0] == "id":
+            raise ValueError(
+                f"id: got a {type(data['id']).__name__}, expected a string or an integer"
+            ) from None
         raise ValueError(f"{'.'.join(map(str, item['loc']))}: {item['msg'].lower()}") from None
     given = [name for name in _CONTENT if getattr(content, name) is not None]
     if len(given) != 1:
         found = " and ".join(given) if given else f"columns {', '.join(map(str, data)) or 'none'}"
         raise ValueError(f"got {found}, expected exactly one of {', '.join(_CONTENT)}")
+    if content.chat_template_kwargs:
+        check_template_kwargs(content.chat_template_kwargs)
+    if content.messages is not None:
+        content.messages = _checked_messages(content.messages)
     return content
 
 
+def _checked_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Give all spellings of a message one form: a null field is an absent one, but `content`.
+
+    Templates guess where a role or a content is missing, and print the word None or drop the
+    message; only an assistant that calls tools may have no content.
+    """
+    if not messages:
+        raise ValueError("messages: got none, expected at least one")
+    checked = []
+    for i, message in enumerate(messages):
+        kept = {key: message[key] for key in sorted(message) if message[key] is not None}
+        if not isinstance(kept.get("role"), str):
+            raise ValueError(f"messages.{i}: no role")
+        if "content" not in kept:
+            if kept["role"] != "assistant" or len(kept) == 1:
+                raise ValueError(f"messages.{i}: no content")
+            kept["content"] = None
+        checked.append(kept)
+    return checked
+
+
 def _effective_sampling(content: _Content, sampling: SamplingConfig) -> SamplingConfig:
-    if not content.sampling:
+    own = {k: v for k, v in (content.sampling or {}).items() if v is not None}
+    if not own:
         return sampling
-    if "seed" in content.sampling:
+    if "seed" in own:
         raise ValueError("sampling.seed: belongs to the job, not to a row")
     try:
-        return check_section(
-            SamplingConfig, sampling.model_dump() | content.sampling, prefix="sampling"
-        )
+        return check_section(SamplingConfig, sampling.model_dump() | own, prefix="sampling")
     except ConfigError as error:
         raise ValueError(str(error)) from None
 
@@ -151,80 +190,40 @@ def _digest(content: _Content, effective: SamplingConfig, sampling: SamplingConf
     # what the job itself says is in the run's fingerprint; n may grow without making another prompt
     base = sampling.model_dump(mode="json")
     own = {k: v for k, v in effective.model_dump(mode="json").items() if k != "n" and v != base[k]}
-    fields = content.model_dump(exclude={"sampling"}, exclude_none=True)
-    return _sha256(json.dumps(fields | {"sampling": own}, sort_keys=True, ensure_ascii=False))
+    fields = {k: v for k, v in content if k != "sampling" and v is not None}
+    return _sha256(encode_metadata(fields | {"sampling": own}))
+
+
+def _occurrence(seen: Counter[str], digest: str) -> str:
+    """Tell equal rows apart by how many of them came before."""
+    seen[digest] += 1
+    return digest if seen[digest] == 1 else _sha256(f"{digest} {seen[digest]}")
 
 
 def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _rejection(
-    config: PromptsConfig, line: int, reason: str, detail: str, data: dict[str, Any] | None = None
+    config: PromptsConfig, raw: RawRow, reason: str, detail: str, seen: Counter[str]
 ) -> Rejection:
-    prompt_id = None if data is None or data.get("id") is None else str(data["id"])
+    prompt_id = None if raw.data is None else raw.data.get("id")
+    named = isinstance(prompt_id, (str, int)) and not isinstance(prompt_id, bool)
+    # what stands in the row makes the key here too, so that it is counted once wherever it stands
+    written = raw.raw or json.dumps(raw.data, default=repr).encode()
     return Rejection(
-        # a row that is no prompt has no content digest; its place in the file names it
-        prompt_key=_sha256(f"{config.path} line {line}: {reason} {detail}"),
-        prompt_id=prompt_id,
+        prompt_key=_occurrence(seen, _sha256(f"rejected {hashlib.sha256(written).hexdigest()}")),
+        prompt_id=_printable(str(prompt_id)) if named else None,
         sample_index=None,
         file=config.path,
-        line=line,
+        line=raw.line,
         stage="read",
         reason=reason,
-        detail=detail,
+        detail=_printable(detail)[:_DETAIL_CHARACTERS],
         num_prompt_tokens=None,
     )
 
 
-def _rows(config: PromptsConfig) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Yield line numbers with the row's object, or with the reason why it is none."""
-    if not config.path.endswith(_FORMATS):
-        raise InputError(f"prompts {config.path}: expected a file named {', '.join(_FORMATS)}")
-    try:
-        if config.path.endswith(".parquet"):
-            yield from _parquet_rows(config)
-        else:
-            yield from _json_rows(config)
-    except (OSError, EOFError, ImportError, pa.ArrowInvalid) as error:
-        # storage options may hold secrets: name the cause, never the arguments
-        cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise InputError(f"prompts {config.path} can't be read: {cause}") from error
-
-
-def _parquet_rows(config: PromptsConfig) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    with fsspec.open(config.path, "rb", **config.storage_options) as file:
-        line = 0
-        for batch in pq.ParquetFile(file).iter_batches(batch_size=1024):
-            for row in batch.to_pylist():
-                line += 1
-                yield line, row
-
-
-def _json_rows(config: PromptsConfig) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    compression = "gzip" if config.path.endswith(".gz") else None
-    with fsspec.open(config.path, "rb", compression=compression, **config.storage_options) as file:
-        for line, raw in enumerate(file, start=1):
-            # each of several concatenated files may bring its own byte order mark
-            text = raw.removeprefix(b"\xef\xbb\xbf").strip()
-            if not text:
-                continue
-            try:
-                data = json.loads(text.decode(), object_pairs_hook=_no_repeated_keys)
-            except (ValueError, RecursionError) as error:
-                yield line, str(error) or type(error).__name__
-                continue
-            yield (
-                line,
-                data
-                if isinstance(data, dict)
-                else f"got {type(data).__name__}, expected an object",
-            )
-
-
-def _no_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data = dict(pairs)
-    if len(data) < len(pairs):
-        repeated = next(key for key, count in Counter(k for k, _ in pairs).items() if count > 1)
-        raise ValueError(f"key {repeated!r} stands twice in one object")
-    return data
+def _printable(text: str) -> str:
+    """Escape what no file takes: lone surrogates."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -1,3 +1,5 @@
+"""Values that a job may have."""
+
 from typing import Any
 
 import pytest
@@ -148,7 +150,7 @@ def test_sections_are_frozen_and_hide_storage_options() -> None:
     )
     assert "hunter2" not in repr(job)
     with pytest.raises(ValidationError, match="frozen"):
-        job.sampling.n = 3  # type: ignore[misc]
+        job.sampling.n = 3
 
 
 def test_every_field_is_described() -> None:

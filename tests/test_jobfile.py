@@ -1,3 +1,5 @@
+"""What a person may write in a job file, and what they are told."""
+
 import re
 from pathlib import Path
 
