@@ -21,6 +21,7 @@ from rollout.spool import StepBlock
 _REASONS = {
     spool.FLAG_NONFINITE: ("bad_numerics", "NaN or +inf among the logits"),
     spool.FLAG_EMPTY: ("empty_support", "every id was masked"),
+    spool.FLAG_LOST: ("capture_lost", "no capture buffer came free in time"),
     spool.FLAG_SAMPLED_MISSING: ("sampled_not_kept", "the sampled id is not in the kept set"),
 }
 _CLOSED_IDS = (
@@ -74,6 +75,8 @@ class CaptureStats:
     entries: int = 0
     largest_step: int = 0
     """Most entries that one step needed, whether or not they fitted."""
+    waited: float = 0.0
+    """Seconds that sampling waited for a capture buffer."""
     replaced_rows: int = 0
     """Rows written again after a preemption."""
     late_rows: int = 0
@@ -144,6 +147,7 @@ class Assembler:
     def _feed_block(self, block: StepBlock) -> Iterator[Failure]:
         stats = self.stats
         stats.steps += 1
+        stats.waited += block.waited
         stats.largest_step = max(stats.largest_step, block.need)
         counts = np.where(block.flags & spool.FLAG_OVERFLOW, 0, block.counts)
         ends = np.cumsum(counts, dtype=np.int64).tolist()

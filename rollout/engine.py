@@ -163,8 +163,14 @@ class Engine:
         self._llm.collective_rpc("capture_start", args=(folder,))
 
     def flush_capture(self) -> None:
-        """Wait until everything captured is in the spool; drains the steps in flight."""
-        self._llm.collective_rpc("capture_flush")
+        """Wait until everything captured is in the spool; drains the steps in flight.
+
+        Raises:
+            EngineError: the capture has failed, for instance since the spool's disk is full.
+        """
+        errors = [error for error in self._llm.collective_rpc("capture_flush") if error]
+        if errors:
+            raise EngineError(f"the capture failed: {errors[0]}")
 
     def facts(self) -> dict[str, Any]:
         """Describe what samples: version, runner, dtypes of weights, head and logits.

@@ -25,12 +25,14 @@ from rollout.errors import EngineError
 
 SEGMENT_BYTES = 256 * 2**20  # a new file after this much, so that read data can be released
 _MAGIC = 0x31534C52  # "RLS1"
-# magic, rows, draws a row, checksum of the arrays but the entries, step, need, entries, id bytes
-_HEADER = struct.Struct("<IIIIQQQQ")
+# magic, rows, draws a row, checksum of the arrays but the entries, step, need, entries, id bytes,
+# seconds waited
+_HEADER = struct.Struct("<IIIIQQQQd")
 
 FLAG_NONFINITE = 1  # NaN or +inf among the row's logits
 FLAG_EMPTY = 2  # every id masked
 FLAG_OVERFLOW = 4  # the step's entries up to this row exceed the capacity; none of its are stored
+FLAG_LOST = 16  # nothing of the row was recorded: no buffer came free in time
 FLAG_SAMPLED_MISSING = 8  # the sampled id is not in the kept set
 
 
@@ -42,6 +44,8 @@ class StepBlock:
     """Number of the step since the capture was armed."""
     need: int
     """Entries that the step's rows needed, whether or not they fitted."""
+    waited: float = 0.0
+    """Seconds that sampling waited for a buffer."""
     request_ids: list[str]
     """[N] the engine's internal ids; empty for rows that sampled nothing that counts."""
     positions: npt.NDArray[np.int32]
@@ -114,6 +118,7 @@ class SpoolWriter:
             block.need,
             block.entries.size,
             len(ids),
+            block.waited,
         )
         length = len(header) + sum(part.nbytes for part in head)
         padding = bytes(-length % 8)  # entries are read in place, as uint64
@@ -202,7 +207,7 @@ class SpoolReader:
         if size < self._offset + _HEADER.size:
             return None
         head = _HEADER.unpack_from(mapped, self._offset)
-        magic, rows, draws, _, _, _, entries, id_bytes = head
+        magic, rows, draws, _, _, _, entries, id_bytes, _ = head
         if magic != _MAGIC:
             raise EngineError(f"spool {path}: no block at byte {self._offset}: the file is damaged")
         end = self._offset + _entries_offset(rows, draws, id_bytes) + 8 * entries
@@ -223,7 +228,8 @@ def _entries_offset(rows: int, draws: int, id_bytes: int) -> int:
 
 
 def _parse(mapped: mmap.mmap, offset: int, path: Path) -> StepBlock:
-    _, rows, draws, checksum, step, need, entries, id_bytes = _HEADER.unpack_from(mapped, offset)
+    head = _HEADER.unpack_from(mapped, offset)
+    _, rows, draws, checksum, step, need, entries, id_bytes, waited = head
     start = offset + _HEADER.size
     length = rows * (6 * 4 + 8 * draws + 1) + id_bytes
     if zlib.crc32(memoryview(mapped)[start : start + length]) != checksum:
@@ -243,6 +249,7 @@ def _parse(mapped: mmap.mmap, offset: int, path: Path) -> StepBlock:
     return StepBlock(
         step=step,
         need=need,
+        waited=waited,
         request_ids=ids,
         positions=positions,
         sampled=sampled,

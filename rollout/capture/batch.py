@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,3 +22,7 @@ class BatchRows:
     """[N] kinds of `rollout.capture.request`; SKIP where the sample does not count."""
     seeds: npt.NDArray[np.int64]
     """[N] seeds of the recorded draws."""
+
+
+OnStep = Callable[[torch.Tensor, torch.Tensor, BatchRows], None]
+"""Called in each sampling step with masked logits [N, V], sampled ids [N] and the N rows."""

@@ -1,76 +1,98 @@
-"""The capture's core: from one sampling step's tensors to one block of the spool.
+"""The capture's core: one sampling step's tensors become one block of the spool.
 
 It knows neither runners nor vLLM: an adapter hands it the masked logits, the sampled ids and what
-the host knows of the rows. On the CPU the step is written at once.
+the host knows of the rows, and a recorder for the device does the rest.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from rollout.capture.batch import BatchRows
-from rollout.capture.request import SKIP
+from rollout.capture.request import SKIP, CaptureSettings
+from rollout.capture.ring import RingRecorder
 from rollout.kernels.support_capture import StepOutput, capture_step
 from rollout.spool import FLAG_OVERFLOW, SpoolWriter, StepBlock
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CaptureSettings:
-    """What the job asks for; the fields are those of the job's `capture` section."""
+class Recorder(Protocol):
+    """Records steps on one kind of device."""
 
-    support_capacity: int
-    top: int
-    draws: int
+    error: str | None
+    """Why recording stopped, or null."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes held on the device, to be taken from the KV cache's budget."""
+
+    def warm_up(self, dtypes: tuple[torch.dtype, ...]) -> None:
+        """Run every kernel once on logits of these types, so that no real step compiles."""
+
+    def start(self, folder: str) -> None:
+        """Record from now on, into a spool folder."""
+
+    def stop(self) -> None:
+        """Stop recording."""
+
+    def flush(self) -> None:
+        """Return once everything recorded so far is in the spool."""
+
+    def record(
+        self, number: int, logits: torch.Tensor, sampled: torch.Tensor, rows: BatchRows
+    ) -> None:
+        """Record one step: logits [N, V], sampled ids [N], and the N rows."""
 
 
 class CaptureCore:
-    """Records sampling steps of one worker."""
+    """Records the sampling steps of one worker."""
 
     def __init__(
-        self, settings: CaptureSettings, *, device: torch.device, max_rows: int, vocab_size: int
+        self,
+        settings: CaptureSettings,
+        *,
+        device: torch.device,
+        max_rows: int,
+        vocab_size: int,
+        steps_in_flight: int,
     ) -> None:
-        """Allocate the buffers of a step.
+        """Allocate the buffers.
 
         Args:
             settings: what to record.
             device: where the logits are.
             max_rows: most rows of a step.
             vocab_size: widest row of logits.
+            steps_in_flight: steps that the engine launches before it waits for the first.
         """
-        self._settings = settings
-        self._out = StepOutput.allocate(
-            max_rows=max_rows,
-            vocab_size=vocab_size,
-            top=settings.top,
-            capacity=settings.support_capacity,
-            draws=settings.draws,
-            device=device,
-        )
-        self._writer: SpoolWriter | None = None
-        self._step = 0
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes held on the device, to be taken from the KV cache's budget."""
-        return self._out.num_bytes
+        self.recorder: Recorder
+        if device.type == "cuda":
+            self.recorder = RingRecorder(
+                settings,
+                device=device,
+                max_rows=max_rows,
+                vocab_size=vocab_size,
+                slots=steps_in_flight + 2,
+            )
+        else:
+            self.recorder = DirectRecorder(
+                settings, device=device, max_rows=max_rows, vocab_size=vocab_size
+            )
+        self._recording = False
+        self._steps = 0
 
     def start(self, folder: str) -> None:
         """Record from now on, into a spool folder."""
-        self.stop()
-        self._writer = SpoolWriter(folder)
-        self._step = 0
+        self.recorder.start(folder)
+        self._recording = True
+        self._steps = 0
 
     def stop(self) -> None:
-        """Stop recording."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-
-    def flush(self) -> None:
-        """Return once everything that was captured is in the spool."""
+        """Stop recording; what was recorded is in the spool."""
+        self._recording = False
+        self.recorder.stop()
 
     def on_step(self, logits: torch.Tensor, sampled: torch.Tensor, rows: BatchRows) -> None:
         """Record one step.
@@ -80,13 +102,64 @@ class CaptureCore:
             sampled: [N] integer ids.
             rows: the N rows.
         """
-        if self._writer is None or not np.any(rows.kinds != SKIP):
+        if not self._recording or not np.any(rows.kinds != SKIP):
             return
+        self.recorder.record(self._steps, logits, sampled, rows)
+        self._steps += 1
+
+
+class DirectRecorder:
+    """Records on the CPU: each step is written at once."""
+
+    def __init__(
+        self, settings: CaptureSettings, *, device: torch.device, max_rows: int, vocab_size: int
+    ) -> None:
+        """Allocate the buffers of one step; see `CaptureCore`."""
+        self._settings = settings
+        self._out = StepOutput.allocate(
+            max_rows=max_rows,
+            vocab_size=vocab_size,
+            capacity=settings.support_capacity,
+            top=settings.top,
+            draws=settings.draws,
+            device=device,
+        )
+        self._writer: SpoolWriter | None = None
+        self.error: str | None = None
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the step's buffers."""
+        return self._out.num_bytes
+
+    def warm_up(self, dtypes: tuple[torch.dtype, ...]) -> None:
+        """Do nothing: there is nothing to compile."""
+
+    def start(self, folder: str) -> None:
+        """Record from now on, into a spool folder."""
+        self.stop()
+        self._writer = SpoolWriter(folder)
+
+    def stop(self) -> None:
+        """Close the spool."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def flush(self) -> None:
+        """Do nothing: a step is in the spool when `record` returns."""
+
+    def record(
+        self, number: int, logits: torch.Tensor, sampled: torch.Tensor, rows: BatchRows
+    ) -> None:
+        """Write one step; see `CaptureCore.on_step`."""
+        assert self._writer is not None
         out = self._out
         n = len(rows.kinds)
+        sampled = sampled.reshape(-1).to(torch.int64)
         capture_step(
             logits,
-            sampled.reshape(-1).to(torch.int64),
+            sampled,
             torch.from_numpy(rows.kinds),
             out,
             top=self._settings.top,
@@ -94,16 +167,15 @@ class CaptureCore:
             seeds=torch.from_numpy(rows.seeds),
             positions=torch.from_numpy(rows.positions.astype(np.int64)),
         )
-        flags = out.flags[:n].numpy().copy()
-        counts = out.counts[:n].numpy().copy()
+        flags, counts = out.flags[:n].numpy(), out.counts[:n].numpy()
         stored = int(counts[(flags & FLAG_OVERFLOW) == 0].sum())
         self._writer.append(
             StepBlock(
-                step=self._step,
+                step=number,
                 need=int(out.offsets[n]),
                 request_ids=rows.request_ids,
                 positions=rows.positions,
-                sampled=sampled.reshape(-1).numpy().astype(np.int32),
+                sampled=sampled.numpy().astype(np.int32),
                 kinds=rows.kinds,
                 flags=flags,
                 counts=counts,
@@ -113,4 +185,3 @@ class CaptureCore:
                 entries=out.entries[:stored].numpy().view(np.uint64),
             )
         )
-        self._step += 1

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 KEY = "rollout"  # under SamplingParams.extra_args
 
 # kinds of a row; the values are those of rollout.kernels.support_capture
 SKIP, KEPT, GREEDY, TOP, NONE = range(5)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CaptureSettings:
+    """What the job asks for; the fields are those of the job's `capture` section."""
+
+    support_capacity: int
+    top: int
+    draws: int
 
 
 def extra_args(kind: int, seed: int) -> dict[str, Any]:

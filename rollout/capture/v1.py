@@ -8,17 +8,14 @@ Source: vllm/v1/sample/sampler.py and vllm/v1/worker/gpu_model_runner.py of 0.26
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from rollout.capture.batch import BatchRows
+from rollout.capture.batch import BatchRows, OnStep
 from rollout.capture.request import SKIP, kind_and_seed
 from rollout.errors import EngineError
-
-OnStep = Callable[[torch.Tensor, torch.Tensor, BatchRows], None]
 
 
 class V1Adapter:

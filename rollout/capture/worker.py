@@ -9,8 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollout.capture.core import CaptureCore, CaptureSettings
+import torch
+
+from rollout.capture.core import CaptureCore
+from rollout.capture.request import CaptureSettings
 from rollout.capture.v1 import V1Adapter
+from rollout.capture.v2 import V2Adapter
 from rollout.capture.worker_config import CONFIG_KEY
 
 
@@ -21,7 +25,7 @@ class CaptureWorkerMixin:
     vllm_config: Any
     device: Any
     _capture: CaptureCore | None = None
-    _adapter: V1Adapter | None = None
+    _adapter: V1Adapter | V2Adapter | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         """Load the weights, then hook the sampler on the one rank whose samples are returned."""
@@ -33,8 +37,10 @@ class CaptureWorkerMixin:
                 device=self.device,
                 max_rows=self.vllm_config.scheduler_config.max_num_seqs,
                 vocab_size=self.vllm_config.model_config.get_vocab_size(),
+                steps_in_flight=self.vllm_config.max_concurrent_batches,
             )
-            self._adapter = V1Adapter(self.model_runner, self._capture.on_step)
+            adapter = V2Adapter if _is_v2(self.model_runner) else V1Adapter
+            self._adapter = adapter(self.model_runner, self._capture.on_step)
         return result
 
     def determine_available_memory(self) -> int:
@@ -42,17 +48,26 @@ class CaptureWorkerMixin:
         available: int = super().determine_available_memory()  # type: ignore[misc]
         if self._capture is None or self.vllm_config.cache_config.kv_cache_memory_bytes is not None:
             return available
-        return available - self._capture.device_bytes
+        return available - self._capture.recorder.device_bytes
+
+    def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Warm the capture's kernels before vLLM arms its own checks on compilation."""
+        if self._capture is not None:
+            dtype = self.vllm_config.model_config.dtype
+            self._capture.recorder.warm_up(tuple({torch.float32, dtype}))
+        return super().compile_or_warm_up_model(*args, **kwargs)  # type: ignore[misc]
 
     def capture_start(self, folder: str) -> None:
         """Start recording into a spool folder."""
         if self._capture is not None:
             self._capture.start(folder)
 
-    def capture_flush(self) -> None:
-        """Return once everything that was captured so far is in the spool."""
-        if self._capture is not None:
-            self._capture.flush()
+    def capture_flush(self) -> str | None:
+        """Return once everything captured so far is in the spool, or say why it can't be."""
+        if self._capture is None:
+            return None
+        self._capture.recorder.flush()
+        return self._capture.recorder.error
 
     def capture_facts(self) -> dict[str, Any] | None:
         """Describe what produced the logits; null on ranks that do not capture."""
@@ -70,6 +85,10 @@ class CaptureWorkerMixin:
                 getattr(self.vllm_config.model_config.hf_config, "tie_word_embeddings", False)
             ),
         }
+
+
+def _is_v2(runner: Any) -> bool:
+    return str(type(runner).__module__).startswith("vllm.v1.worker.gpu.")
 
 
 def _returns_samples() -> bool:

@@ -1,0 +1,90 @@
+"""The adapter for vLLM's V2 model runner.
+
+The V2 sampler's `sample` always returns the processed logits, and they are the masked tensor that
+the token was drawn from unless a fused sampler ran; those are switched off here. Everything about
+the rows comes from the runner's host mirrors, so that nothing waits for the device.
+Source: vllm/v1/worker/gpu/sample/sampler.py and vllm/v1/worker/gpu/model_runner.py of 0.26 to 0.33.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollout.capture.batch import BatchRows, OnStep
+from rollout.capture.request import SKIP, kind_and_seed
+from rollout.errors import EngineError
+
+_FUSED = ("use_flashinfer", "use_xpu_sampler")  # the second exists since 0.31
+
+
+class V2Adapter:
+    """Calls back with each sampling step's masked logits, sampled ids and rows."""
+
+    def __init__(self, runner: Any, on_step: OnStep) -> None:
+        """Hook the runner and its sampler; call it after the weights are loaded.
+
+        Args:
+            runner: vLLM's V2 GPUModelRunner.
+            on_step: called with masked logits [N, V], sampled ids [N] and the rows.
+
+        Raises:
+            EngineError: the runner samples in a way that can't be followed.
+        """
+        sampler = runner.sampler
+        if sampler is None or runner.rejection_sampler is not None:
+            raise EngineError("the V2 runner has no plain sampler: speculative decoding or pooling")
+        self._runner = runner
+        self._sampler = sampler
+        self._on_step = on_step
+        self._batch: Any = None
+        slots = runner.max_num_reqs
+        self._kinds = np.zeros(slots, np.int8)
+        self._seeds = np.zeros(slots, np.int64)
+        self.logits_dtype: str | None = None
+        for name in _FUSED:
+            if hasattr(sampler, name):
+                setattr(sampler, name, False)
+        self._stock_add_request = sampler.add_request
+        self._stock_sample = sampler.sample
+        self._stock_runner_sample = runner.sample
+        sampler.add_request = self._add_request
+        sampler.sample = self._sample
+        runner.sample = self._runner_sample
+
+    def _add_request(self, index: int, *args: Any, **kwargs: Any) -> Any:
+        # (index, params) since 0.31, (index, prompt length, params) before
+        params = kwargs.get("sampling_params", args[-1] if args else None)
+        self._kinds[index], self._seeds[index] = kind_and_seed(params)
+        return self._stock_add_request(index, *args, **kwargs)
+
+    def _runner_sample(self, hidden_states: Any, input_batch: Any, *args: Any, **kw: Any) -> Any:
+        self._batch = input_batch
+        try:
+            return self._stock_runner_sample(hidden_states, input_batch, *args, **kw)
+        finally:
+            self._batch = None
+
+    def _sample(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = kwargs["logits"] if "logits" in kwargs else args[0]
+        sampled, masked = self._stock_sample(*args, **kwargs)
+        if self._batch is not None:  # vLLM's warm-up calls the sampler without a batch of requests
+            self.logits_dtype = str(logits.dtype).removeprefix("torch.")
+            # a fused sampler would have drawn from logits without the mask: no silent wrong capture
+            assert not any(getattr(self._sampler, name, False) for name in _FUSED)
+            self._on_step(masked, sampled, self._rows(self._batch))
+        return sampled, masked
+
+    def _rows(self, batch: Any) -> BatchRows:
+        slots = batch.idx_mapping_np
+        lengths = batch.num_computed_tokens_np + batch.num_scheduled_tokens
+        kinds = self._kinds[slots]
+        kinds[lengths < batch.prefill_len_np] = SKIP  # a prefill that goes on samples nothing
+        return BatchRows(
+            request_ids=list(batch.req_ids),
+            positions=(lengths - self._runner.req_states.prompt_len.np[slots]).astype(np.int32),
+            kinds=kinds,
+            seeds=self._seeds[slots],
+        )
