@@ -1,9 +1,10 @@
-"""Which files a model name means, and their digests, all before any weight loads."""
+"""Which files a model name means, whether they are whole, and their digests, before any loads."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,17 +14,23 @@ from typing import Any
 from rollout.config import ModelConfig
 from rollout.errors import InputError
 
+# in the order in which an engine prefers them
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+_NOT_WEIGHTS = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state).*\.(bin|pt)")
+# what else decides how weights are read; code of its own runs only where it is trusted
+_CONFIG = ("config.json", "*.py", "*quant*config.json")
 _TOKENIZER = (
     "tokenizer*",
     "vocab*",
     "merges.txt",
     "special_tokens_map.json",
     "added_tokens.json",
+    "*.model",
     "*.tiktoken",
     "tekken.json",
 )
 _TEMPLATE = ("chat_template*", "additional_chat_templates/*")
+_LFS_POINTER = b"version https://git-lfs"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,29 +71,20 @@ class ModelFiles:
 
 
 def resolve_model(config: ModelConfig) -> ModelFiles:
-    """Find a checkpoint's files and digest them.
+    """Find a checkpoint's files, check that they are whole, and digest them.
 
     Args:
         config: the job's `model` section.
 
     Raises:
-        InputError: no such folder or hub id, no config.json, or no weights in a folder.
+        InputError: no such folder or hub id, no config.json, or no whole weights in a folder.
     """
-    folder = Path(config.path)
-    if folder.is_dir():
-        revision = None
-        if config.revision is not None:
-            raise InputError(
-                f"model.revision is {config.revision!r} but model.path {config.path} is a folder: "
-                "a revision belongs to a hub id"
-            )
-    else:
-        folder, revision = _from_hub(config)
-    model_config = _read_config(folder)
+    folder, revision = _find(config)
+    model_config = _read_config(config.path, folder)
     if revision is None:
-        weights = _files(folder, _WEIGHTS)
-        if not weights:
-            raise InputError(f"model {config.path}: no weight file ({', '.join(_WEIGHTS)})")
+        weights = _weight_files(config.path, folder)
+        for path in weights:
+            _check_whole(config.path, path)
         weights_digest = _digest(folder, weights)
     else:
         weights_digest = f"commit:{revision}"
@@ -96,7 +94,7 @@ def resolve_model(config: ModelConfig) -> ModelFiles:
         folder=folder,
         revision=revision,
         weights_digest=weights_digest,
-        config_digest=_digest(folder, [folder / "config.json"]),
+        config_digest=_digest(folder, _files(folder, _CONFIG)),
         tokenizer_digest=_digest(folder, _files(folder, _TOKENIZER)),
         template_digest=_digest(folder, _files(folder, _TEMPLATE)),
         config=model_config,
@@ -104,12 +102,29 @@ def resolve_model(config: ModelConfig) -> ModelFiles:
     )
 
 
+def vocab_size(files: ModelFiles) -> int:
+    """Return how many ids the model's logits have.
+
+    Raises:
+        InputError: config.json does not say.
+    """
+    for section in _config_sections(files.config):
+        size = section.get("vocab_size")
+        if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+            return size
+    raise InputError(f"model {files.name}: config.json has no vocab_size")
+
+
+def has_tokenizer(files: ModelFiles) -> bool:
+    """Whether a checkpoint brings a tokenizer of any kind."""
+    return bool(_files(files.folder, _TOKENIZER))
+
+
 def _dtype(config: ModelConfig, model_config: dict[str, Any]) -> str:
     """Follow `auto` to the checkpoint's own type; vLLM's `auto` would halve float32 weights."""
     if config.dtype != "auto":
         return config.dtype
-    nested = model_config.get("text_config") or {}
-    for section in (model_config, nested):
+    for section in _config_sections(model_config):
         for name in ("dtype", "torch_dtype"):
             found = section.get(name)
             if found in ("float32", "bfloat16", "float16"):
@@ -120,16 +135,37 @@ def _dtype(config: ModelConfig, model_config: dict[str, Any]) -> str:
     )
 
 
-def _from_hub(config: ModelConfig) -> tuple[Path, str]:
+def _config_sections(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a model's configuration, then that of its text part if it has one."""
+    nested = config.get("text_config")
+    return [config, nested] if isinstance(nested, dict) else [config]
+
+
+def _find(config: ModelConfig) -> tuple[Path, str | None]:
+    """Return a local folder, and the commit if a hub id is meant."""
+    folder = Path(config.path).expanduser()
+    if folder.is_dir():
+        if config.revision is not None:
+            raise InputError(
+                f"model.revision is {config.revision!r} but model.path {config.path} is a folder: "
+                "a revision belongs to a hub id"
+            )
+        return folder, None
+    if folder.is_file():
+        raise InputError(f"model {config.path}: a file, expected the folder of a checkpoint")
     if config.path.startswith(("/", ".", "~")) or config.path.count("/") > 1:
         raise InputError(f"model {config.path}: no such folder")
+    return _from_hub(config)
+
+
+def _from_hub(config: ModelConfig) -> tuple[Path, str]:
     from huggingface_hub import snapshot_download
 
     try:
         folder = snapshot_download(
             config.path,
             revision=config.revision,
-            allow_patterns=["*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja"],
+            allow_patterns=["*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py"],
         )
     except Exception as error:  # the hub's client raises many kinds, all meaning the same here
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -139,14 +175,68 @@ def _from_hub(config: ModelConfig) -> tuple[Path, str]:
     return Path(folder), Path(folder).name
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read_config(name: str, folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"model {folder}: config.json can't be read: {error}") from error
+    except FileNotFoundError:
+        raise InputError(
+            f"model {name}: no config.json in it, expected a Hugging Face checkpoint"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"model {name}: config.json can't be read: {error}") from error
     if not isinstance(config, dict):
-        raise InputError(f"model {folder}: config.json holds no object")
+        raise InputError(f"model {name}: config.json holds no object")
     return config
+
+
+def _weight_files(name: str, folder: Path) -> list[Path]:
+    """Return the weight files of the kind that the engine loads, and their index."""
+    for pattern in _WEIGHTS:
+        files = [p for p in _files(folder, (pattern,)) if not _NOT_WEIGHTS.fullmatch(p.name)]
+        if files:
+            indexes = _files(folder, (f"{pattern}.index.json",))
+            for index in indexes:
+                _check_index(name, index, {path.name for path in files})
+            return files + indexes
+    raise InputError(f"model {name}: no weight file ({', '.join(_WEIGHTS)})")
+
+
+def _check_index(name: str, index: Path, present: set[str]) -> None:
+    try:
+        listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"model {name}: {index.name} can't be read: {error!r}") from error
+    missing = sorted(listed - present)
+    if missing:
+        raise InputError(
+            f"model {name}: {len(missing)} of {len(listed)} weight files are missing, "
+            f"the first is {missing[0]}"
+        )
+
+
+def _check_whole(name: str, path: Path) -> None:
+    """Refuse a weight file that its header says is cut, without reading the weights."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(_LFS_POINTER))
+        if start == _LFS_POINTER:
+            raise InputError(f"model {name}: {path.name} is a Git LFS pointer, fetch the weights")
+        if not start:
+            raise InputError(f"model {name}: {path.name} is empty")
+    except OSError as error:
+        raise InputError(
+            f"model {name}: {path.name} can't be read: {error.strerror or error}"
+        ) from error
+    if path.suffix == ".safetensors":
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="numpy"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise InputError(
+                f"model {name}: {path.name} is damaged or cut short: {error}"
+            ) from error
 
 
 def _files(folder: Path, patterns: Iterable[str]) -> list[Path]:

@@ -5,13 +5,18 @@ The stored ids are the truth: nothing downstream tokenises again.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from rollout.config import PromptsConfig
 from rollout.errors import InputError
-from rollout.model_files import ModelFiles
+from rollout.model_files import ModelFiles, has_tokenizer, vocab_size
 from rollout.prompts import Prompt
 from rollout.rows import Rejection
+
+_log = logging.getLogger(__name__)
+_DETAIL_CHARACTERS = 500
+_REPLACEMENT = "\ufffd"  # what stands in a text for what has none
 
 
 class Renderer:
@@ -32,8 +37,11 @@ class Renderer:
         """
         self._config = config
         self._name = files.name
-        self._vocab_size = _vocab_size(files.config)
+        self._vocab_size = vocab_size(files)
         self._tokenizer = _load_tokenizer(files, trust_remote_code)
+        self._warned = False
+        self.truncated = 0
+        """Prompts that were cut on the left."""
 
     @property
     def has_tokenizer(self) -> bool:
@@ -53,15 +61,23 @@ class Renderer:
         try:
             ids = self._tokenise(prompt)
         except Exception as error:  # templates raise whatever their author chose
-            return self._reject(prompt, "render_failed", f"{type(error).__name__}: {error}", None)
+            reason = " ".join(str(error).split())
+            return self._reject(prompt, "render_failed", f"{type(error).__name__}: {reason}", None)
         if not ids:
             return self._reject(prompt, "empty_prompt", "got no token, expected at least one", 0)
-        outside = [i for i in ids if not 0 <= i < self._vocab_size]
-        if outside:
-            detail = (
-                f"token id {outside[0]} is outside of the model's vocabulary of {self._vocab_size}"
-            )
-            return self._reject(prompt, "bad_token_id", detail, len(ids))
+        for name, given in (
+            ("prompt", ids),
+            ("sampling.allowed_token_ids", prompt.sampling.allowed_token_ids or ()),
+            ("sampling.stop_token_ids", prompt.sampling.stop_token_ids),
+        ):
+            outside = next((i for i in given if not 0 <= i < self._vocab_size), None)
+            if outside is not None:
+                detail = (
+                    f"{name}: token id {outside} is outside of the model's vocabulary of "
+                    f"{self._vocab_size}"
+                )
+                return self._reject(prompt, "bad_token_id", detail, len(ids))
+        self._warn_of_two(ids, prompt)
         if max_model_len is not None and len(ids) >= max_model_len:
             return self._too_long(prompt, ids, max_model_len)
         return ids
@@ -72,17 +88,23 @@ class Renderer:
         Args:
             token_ids: ids, also such as have no tokenizer entry.
         """
-        if self._tokenizer is None:
-            return None
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        return text
+        return self._decode(token_ids, skip_special_tokens=True)
 
     def show(self, token_ids: list[int]) -> str | None:
         """Decode a prompt with its special tokens, for a person to check."""
+        return self._decode(token_ids, skip_special_tokens=False)
+
+    def _decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str | None:
         if self._tokenizer is None:
             return None
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
-        return text
+        try:
+            text = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except Exception:  # tokenizers in Python fail on ids that have no entry, each in its way
+            size = len(self._tokenizer)
+            known = [i for i in token_ids if i < size]
+            text = self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
+            text += _REPLACEMENT * (len(token_ids) - len(known))
+        return str(text)
 
     def _tokenise(self, prompt: Prompt) -> list[int]:
         if prompt.prompt_token_ids is not None:
@@ -90,12 +112,9 @@ class Renderer:
         if self._tokenizer is None:
             raise ValueError(f"model {self._name} has no tokenizer, expected prompt_token_ids")
         if prompt.messages is not None:
+            arguments = {"add_generation_prompt": True} | prompt.chat_template_kwargs
             encoded = self._tokenizer.apply_chat_template(
-                prompt.messages,
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=True,
-                **prompt.chat_template_kwargs,
+                prompt.messages, tokenize=True, return_dict=True, **arguments
             )
             return list(encoded["input_ids"])
         text = prompt.prompt or ""
@@ -113,8 +132,23 @@ class Renderer:
             )
         if self._config.long_prompts == "reject":
             return self._reject(prompt, "prompt_too_long", detail, len(ids))
-        room = min(prompt.sampling.max_tokens, limit - 1)
-        return ids[-(limit - room) :]
+        # never less than half for the prompt, or a large max_tokens would leave next to nothing
+        room = min(prompt.sampling.max_tokens, limit // 2)
+        if room == 0:
+            return self._reject(prompt, "prompt_too_long", detail, len(ids))
+        self.truncated += 1
+        return ids[room - limit :]
+
+    def _warn_of_two(self, ids: list[int], prompt: Prompt) -> None:
+        bos = None if self._tokenizer is None else self._tokenizer.bos_token_id
+        if bos is not None and ids[:2] == [bos, bos] and not self._warned:
+            self._warned = True
+            _log.warning(
+                "prompts %s line %d: the prompt starts with two begin-of-sequence tokens (id %d)",
+                self._config.path,
+                prompt.line,
+                bos,
+            )
 
     def _reject(self, prompt: Prompt, reason: str, detail: str, tokens: int | None) -> Rejection:
         return Rejection(
@@ -125,25 +159,20 @@ class Renderer:
             line=prompt.line,
             stage="render",
             reason=reason,
-            detail=detail,
+            detail=detail.encode("utf-8", "backslashreplace").decode()[:_DETAIL_CHARACTERS],
             num_prompt_tokens=tokens,
         )
 
 
-def _vocab_size(config: dict[str, Any]) -> int:
-    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-    if not isinstance(size, int):
-        raise InputError("model: config.json has no vocab_size")
-    return size
-
-
 def _load_tokenizer(files: ModelFiles, trust_remote_code: bool) -> Any:
-    if not any(files.folder.glob("tokenizer*")):
+    if not has_tokenizer(files):
         return None
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(files.folder, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(
+            files.folder, trust_remote_code=trust_remote_code, local_files_only=True
+        )
     except Exception as error:  # a damaged file surfaces as any of a dozen types
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"model {files.name}: tokenizer can't be loaded: {first}") from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_DETAIL_CHARACTERS]
+        raise InputError(f"model {files.name}: tokenizer can't be loaded: {reason}") from error

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +26,7 @@ class Reward:
     name: str
     function: RewardFunction
     digest: str
-    """sha256 of the file that defines it."""
+    """sha256 of the file that the job names; where another file defines the function, of both."""
 
 
 def load_reward(name: str) -> Reward:
@@ -39,20 +41,34 @@ def load_reward(name: str) -> Reward:
         raise InputError(f"reward is {name!r}, expected file.py:function or module:function")
     try:
         module = _load_file(source) if source.endswith(".py") else importlib.import_module(source)
-    except Exception as error:  # the user's module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # the user's module may do anything when imported
         raise InputError(f"reward {name}: {type(error).__name__}: {error}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         raise InputError(f"reward {name}: no function `{attribute}` in {source}")
+    if inspect.iscoroutinefunction(function):
+        raise InputError(f"reward {name}: an async function, expected a plain one")
     try:
         inspect.signature(function).bind({}, "", [])
     except TypeError as error:
         raise InputError(
             f"reward {name}: expected a function of (prompt, completion, token_ids): {error}"
         ) from None
-    file = Path(inspect.getsourcefile(function) or module.__file__ or source)
-    return Reward(
-        name=name, function=function, digest=hashlib.sha256(file.read_bytes()).hexdigest()
+    except ValueError:  # some functions written in C do not say what they take
+        pass
+    return Reward(name=name, function=function, digest=_digest(module, function))
+
+
+def _digest(module: ModuleType, function: RewardFunction) -> str:
+    files = [getattr(module, "__file__", None)]
+    with contextlib.suppress(TypeError):  # an object with __call__, or a function written in C
+        files.append(inspect.getsourcefile(inspect.unwrap(function)))
+    digests = [
+        hashlib.sha256(Path(file).read_bytes()).hexdigest()
+        for file in dict.fromkeys(str(Path(file).resolve()) for file in files if file)
+    ]
+    return (
+        digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
     )
 
 
@@ -60,9 +76,16 @@ def _load_file(source: str) -> ModuleType:
     path = Path(source)
     if not path.is_file():
         raise FileNotFoundError(f"no file {source}")
-    spec = importlib.util.spec_from_file_location(f"rollout_reward_{path.stem}", path)
+    # named after the whole path, and registered: dataclasses look their module up by name
+    name = f"rollout_reward_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
