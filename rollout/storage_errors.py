@@ -16,6 +16,8 @@ _FINAL_ERRORS: Final = (
 # errors of a storage's own client, none of them an OSError
 _CLIENT_MODULES: Final = ("botocore", "aiobotocore", "aiohttp", "google", "gcsfs", "azure", "adlfs")
 _EXPIRED: Final = re.compile(r"expired|TokenRefreshRequired", re.IGNORECASE)
+# options whose values help in a message; any other may be a secret
+_HARMLESS: Final = re.compile(r"endpoint|region|profile|project")
 
 
 def says_exists(error: BaseException) -> bool:
@@ -45,13 +47,15 @@ def explain(error: BaseException | None, options: dict[str, Any]) -> str:
     return text
 
 
-def _strings(value: Any) -> list[str]:
-    """Every longer string in nested options: each may be a secret."""
+def _strings(value: Any, name: str = "") -> list[str]:
+    """Every longer string in nested options that is not known to be harmless."""
     if isinstance(value, str):
-        return [value] if len(value) >= 6 else []
+        return [value] if len(value) >= 6 and not _HARMLESS.search(name) else []
     if isinstance(value, dict):
-        value = list(value.values())
-    return [text for item in value for text in _strings(item)] if isinstance(value, list) else []
+        return [text for key, item in value.items() for text in _strings(item, str(key))]
+    if isinstance(value, list | tuple):
+        return [text for item in value for text in _strings(item, name)]
+    return []
 
 
 def _code(error: BaseException) -> str:
