@@ -100,7 +100,7 @@ def seen_logits() -> Iterator[SeenLogits]:
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
     seen = SeenLogits()
-    last: list[torch.Tensor] = []
+    last: list[torch.Tensor] = []  # stays empty where another sampler runs, as on CUDA
     stock_forward, stock_on_step = TopKTopPSampler.forward_cpu, CaptureCore.on_step
 
     def forward_cpu(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -111,7 +111,7 @@ def seen_logits() -> Iterator[SeenLogits]:
     def on_step(
         self: CaptureCore, logits: torch.Tensor, sampled: torch.Tensor, rows: BatchRows
     ) -> None:
-        masked = last.pop() if last else logits.clone()
+        masked = (last.pop() if last else logits.clone()).cpu()
         for i, request_id in enumerate(rows.request_ids):
             if rows.kinds[i] == 0:
                 seen.discarded += 1
