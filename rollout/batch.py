@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout.losses import LossInputs
+from rollout.loss_types import LossInputs
 from rollout.rows import RolloutRow
 from rollout.schema.entries import unpack_entries
 
