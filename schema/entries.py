@@ -95,6 +95,13 @@ def invalid_entries(entries: NDArray[np.uint64]) -> int:
     # in pieces that stay in the cache
     for start in range(0, entries.size, _PIECE):
         piece = entries[start : start + _PIECE]
+        # subtracting moves the zeros to the top, so that two extremes bound the logprobs
+        if (
+            piece.max() < _NEGATIVE_END
+            and (piece - _ZERO_END).min() >= _NEGATIVE_START - _ZERO_END
+            and not np.bitwise_or.reduce(piece) & _ID_SIGN
+        ):
+            continue
         valid = (piece >= _NEGATIVE_START) & (piece < _NEGATIVE_END)
         valid |= piece < _ZERO_END
         valid &= (piece & _ID_SIGN) == 0
