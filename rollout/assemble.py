@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from rollout import spool
 from rollout.capture import request as kinds
+from rollout.errors import EngineError
 from rollout.spool import StepBlock
 
 _REASONS = {
@@ -24,9 +25,8 @@ _REASONS = {
     spool.FLAG_LOST: ("capture_lost", "no capture buffer came free in time"),
     spool.FLAG_SAMPLED_MISSING: ("sampled_not_kept", "the sampled id is not in the kept set"),
 }
-_CLOSED_IDS = (
-    100_000  # ids whose late rows are still recognised; a late row comes within a few steps
-)
+# ids whose late rows are still recognised; a late row comes within a few steps
+_CLOSED_IDS = 100_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +102,9 @@ class Assembler:
 
         Yields:
             requests that can't be recorded, for the caller to abort and `close`.
+
+        Raises:
+            EngineError: a step contradicts itself.
         """
         for block in blocks:
             yield from self._feed_block(block)
@@ -132,7 +135,8 @@ class Assembler:
         return Failure(
             request_id=request_id,
             reason="rows_missing",
-            detail=f"{len(holes)} of {num_tokens} positions were not captured, the first is {holes[0]}",
+            detail=f"{len(holes)} of {num_tokens} positions were not captured, "
+            f"the first is {holes[0] if holes else None}",
         )
 
     def close(self, request_id: str) -> None:
@@ -150,8 +154,11 @@ class Assembler:
         stats.waited += block.waited
         stats.largest_step = max(stats.largest_step, block.need)
         counts = np.where(block.flags & spool.FLAG_OVERFLOW, 0, block.counts)
-        ends = np.cumsum(counts, dtype=np.int64).tolist()
-        starts = [0, *ends[:-1]]
+        bounds = [0, *np.cumsum(counts, dtype=np.int64).tolist()]
+        if bounds[-1] != block.entries.size:
+            raise EngineError(
+                f"step {block.step} holds {block.entries.size} entries, its rows say {bounds[-1]}"
+            )
         columns = zip(
             block.request_ids,
             block.positions.tolist(),
@@ -160,8 +167,8 @@ class Assembler:
             block.flags.tolist(),
             block.sampled_logprobs.tolist(),
             block.tail_mass.tolist(),
-            starts,
-            ends,
+            bounds[:-1],
+            bounds[1:],
             strict=True,
         )
         for i, row in enumerate(columns):

@@ -1,10 +1,11 @@
 """The spool: what the sampling process writes and the assembling process reads, step by step.
 
 A folder of segment files on a local (best: memory-backed) disk. Each file is a sequence of blocks,
-one a sampling step: a fixed header with the length of everything that follows and a checksum of
-the row headers, then flat arrays. A block is complete once the file is as long as its header says,
-since a file only ever grows; so no other signal is needed between the processes. Readers map the
-files and hand out views, to be copied by whoever keeps them; a file is unlinked once it is read.
+one a sampling step: a fixed header with the lengths of everything that follows, then flat arrays.
+Checksums cover the header and all arrays but the entries. A block is complete once the file is as
+long as its header says, since a file only ever grows; so no other signal is needed between the
+processes. Readers map complete blocks and hand out views, to be copied by whoever keeps them; a
+file is unlinked once it is read.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ SEGMENT_BYTES = 256 * 2**20  # a new file after this much, so that read data can
 _MAGIC = 0x31534C52  # "RLS1"
 # magic, rows, draws a row, checksum of the arrays but the entries, step, need, entries, id bytes,
 # seconds waited
-_HEADER = struct.Struct("<IIIIQQQQd")
+_FIELDS = struct.Struct("<IIIIQQQQd")
+_CHECK = struct.Struct("<I4x")  # checksum of the fields
+_HEADER_BYTES = _FIELDS.size + _CHECK.size
 
 FLAG_NONFINITE = 1  # NaN or +inf among the row's logits
 FLAG_EMPTY = 2  # every id masked
 FLAG_OVERFLOW = 4  # the step's entries up to this row exceed the capacity; none of its are stored
-FLAG_LOST = 16  # nothing of the row was recorded: no buffer came free in time
 FLAG_SAMPLED_MISSING = 8  # the sampled id is not in the kept set
+FLAG_LOST = 16  # nothing of the row was recorded: no buffer came free in time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +81,7 @@ class SpoolWriter:
         self._index = -1
         self._file = -1
         self._size = 0
+        self._broken = False
         self._next_segment()
 
     def append(self, block: StepBlock) -> int:
@@ -87,8 +91,12 @@ class SpoolWriter:
             Bytes written.
 
         Raises:
-            OSError: the disk is full or gone.
+            OSError: the disk is full or gone; the spool ends with the block before.
+            ValueError: the arrays do not fit together.
         """
+        if self._broken:
+            raise OSError(f"spool {self._folder}: a block was cut short, nothing can follow it")
+        rows, draws = block.draws.shape
         ids = "\n".join(block.request_ids).encode()
         head = [
             _bytes_of(part)
@@ -105,14 +113,14 @@ class SpoolWriter:
             if part.nbytes
         ]
         head.append(memoryview(ids))
+        _check_block(block, ids, head)
         checksum = 0
         for part in head:
             checksum = zlib.crc32(part, checksum)
-        rows = len(block.request_ids)
-        header = _HEADER.pack(
+        fields = _FIELDS.pack(
             _MAGIC,
             rows,
-            block.draws.size // max(rows, 1),
+            draws,
             checksum,
             block.step,
             block.need,
@@ -120,17 +128,23 @@ class SpoolWriter:
             len(ids),
             block.waited,
         )
-        length = len(header) + sum(part.nbytes for part in head)
-        padding = bytes(-length % 8)  # entries are read in place, as uint64
-        size = length + len(padding) + block.entries.nbytes
+        entries_at = _entries_offset(rows, draws, len(ids))
+        length = _HEADER_BYTES + sum(part.nbytes for part in head)
+        size = entries_at + block.entries.nbytes
         if self._size and self._size + size > self._segment_bytes:
             self._next_segment()
-        parts = [memoryview(header), *head, memoryview(padding)]
+        # padded, since entries are read in place as uint64
+        parts = [memoryview(fields), memoryview(_CHECK.pack(zlib.crc32(fields))), *head]
+        parts.append(memoryview(bytes(entries_at - length)))
         if block.entries.nbytes:
             parts.append(_bytes_of(block.entries))
-        written = self._write_all(parts)
-        self._size += written
-        return written
+        try:
+            self._write_all(parts)
+        except BaseException:
+            self._broken = True
+            raise
+        self._size += size
+        return size
 
     def close(self) -> None:
         """Close the current segment."""
@@ -147,14 +161,14 @@ class SpoolWriter:
         if previous >= 0:
             os.close(previous)
 
-    def _write_all(self, parts: list[memoryview]) -> int:
-        total = sum(part.nbytes for part in parts)
-        written = os.writev(self._file, parts)
-        if written < total:  # a large write may be cut short
-            rest = memoryview(b"".join(parts))[written:]
-            while rest:
-                rest = rest[os.write(self._file, rest) :]
-        return total
+    def _write_all(self, parts: list[memoryview]) -> None:
+        while parts:
+            written = os.writev(self._file, parts)
+            # a large write may be cut short
+            while parts and written >= parts[0].nbytes:
+                written -= parts.pop(0).nbytes
+            if written:
+                parts[0] = parts[0][written:]
 
 
 class SpoolReader:
@@ -179,7 +193,10 @@ class SpoolReader:
                 return
             # the next segment exists, so this one is final: read what came in between, then drop it
             yield from self._poll_segment()
-            (self._folder / _segment_name(self._index)).unlink()
+            path = self._folder / _segment_name(self._index)
+            if path.stat().st_size != self._offset:
+                raise EngineError(f"spool {path}: the block at byte {self._offset} is cut short")
+            path.unlink()
             self._index += 1
             self._offset = 0
 
@@ -191,27 +208,44 @@ class SpoolReader:
     def _poll_segment(self) -> Iterator[StepBlock]:
         path = self._folder / _segment_name(self._index)
         try:
-            size = path.stat().st_size
+            file = path.open("rb")
         except FileNotFoundError:
             return
-        if size < self._offset + _HEADER.size:
-            return
-        with path.open("rb") as file:
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            if self._block_end(file.fileno(), size, path) is None:
+                return
             mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
-        while (end := self._block_end(mapped, size, path)) is not None:
-            block = _parse(mapped, self._offset, path)
-            self._offset = end
-            yield block
+            while (end := self._block_end(file.fileno(), size, path)) is not None:
+                block = _parse(mapped, self._offset, path)
+                self._offset = end
+                yield block
 
-    def _block_end(self, mapped: mmap.mmap, size: int, path: Path) -> int | None:
-        if size < self._offset + _HEADER.size:
+    def _block_end(self, file: int, size: int, path: Path) -> int | None:
+        """Return where the next block ends, or null while it is not complete."""
+        if size < self._offset + _HEADER_BYTES:
             return None
-        head = _HEADER.unpack_from(mapped, self._offset)
-        magic, rows, draws, _, _, _, entries, id_bytes, _ = head
-        if magic != _MAGIC:
+        header = os.pread(file, _HEADER_BYTES, self._offset)
+        magic, rows, draws, _, _, _, entries, id_bytes, _ = _FIELDS.unpack_from(header)
+        (checksum,) = _CHECK.unpack_from(header, _FIELDS.size)
+        if magic != _MAGIC or checksum != zlib.crc32(header[: _FIELDS.size]):
             raise EngineError(f"spool {path}: no block at byte {self._offset}: the file is damaged")
         end = self._offset + _entries_offset(rows, draws, id_bytes) + 8 * entries
         return end if end <= size else None
+
+
+def _check_block(block: StepBlock, ids: bytes, head: list[memoryview]) -> None:
+    """Refuse what would be read back as something else."""
+    rows, draws = block.draws.shape
+    if len(block.request_ids) != rows or ids.count(b"\n") != max(rows - 1, 0):
+        raise ValueError(
+            f"{len(block.request_ids)} request ids for {rows} rows, expected as many, without "
+            "line breaks"
+        )
+    size = sum(part.nbytes for part in head)
+    expected = rows * (6 * 4 + 8 * draws + 1) + len(ids)
+    if size != expected or block.entries.dtype != np.uint64:
+        raise ValueError(f"a block's arrays have {size} bytes, expected {expected}")
 
 
 def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
@@ -223,14 +257,15 @@ def _segment_name(index: int) -> str:
 
 
 def _entries_offset(rows: int, draws: int, id_bytes: int) -> int:
-    length = _HEADER.size + rows * (6 * 4 + 8 * draws + 1) + id_bytes
+    """Return where a block's entries start, aligned for uint64."""
+    length: int = _HEADER_BYTES + rows * (6 * 4 + 8 * draws + 1) + id_bytes
     return length + -length % 8
 
 
 def _parse(mapped: mmap.mmap, offset: int, path: Path) -> StepBlock:
-    head = _HEADER.unpack_from(mapped, offset)
-    _, rows, draws, checksum, step, need, entries, id_bytes, waited = head
-    start = offset + _HEADER.size
+    fields = _FIELDS.unpack_from(mapped, offset)
+    _, rows, draws, checksum, step, need, entries, id_bytes, waited = fields
+    start = offset + _HEADER_BYTES
     length = rows * (6 * 4 + 8 * draws + 1) + id_bytes
     if zlib.crc32(memoryview(mapped)[start : start + length]) != checksum:
         raise EngineError(f"spool {path}: checksum of the block at byte {offset} differs: damaged")
