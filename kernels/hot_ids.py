@@ -15,26 +15,10 @@ import triton
 import triton.language as tl
 
 from rollout.kernels.head_config import ENTRY_BLOCK
+from rollout.kernels.id_order import IdOrder
 from rollout.kernels.matmul import matmul_fp32
 
 # N rows, E entries of all rows, V vocabulary, H hidden size, B ids of the block
-
-
-@triton.jit
-def _id_offsets_kernel(
-    keys_ptr, offsets_ptr, num_entries, num_offsets, search_steps, BLOCK: tl.constexpr
-):
-    key = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    # the first place whose key is not below this one
-    low = tl.zeros((BLOCK,), tl.int64)
-    high = tl.zeros((BLOCK,), tl.int64) + num_entries
-    for _ in range(search_steps):
-        middle = (low + high) // 2
-        open_ = low < high
-        below = tl.load(keys_ptr + middle, mask=open_, other=0) < key
-        low = tl.where(open_ & below, middle + 1, low)
-        high = tl.where(open_ & ~below, middle, high)
-    tl.store(offsets_ptr + key, low, mask=key < num_offsets)
 
 
 @triton.jit
@@ -81,7 +65,7 @@ def _block_grads_kernel(
     slots_ptr,
     grads_ptr,
     count_ptr,
-    num_rows,
+    grads_stride,
     BLOCK: tl.constexpr,
 ):
     count = tl.load(count_ptr)
@@ -105,19 +89,7 @@ def _block_grads_kernel(
         more = more & (tl.load(rows_ptr + place + step, mask=more, other=-1) == row)
         total += tl.load(coefficients_ptr + place + step, mask=more, other=0.0)
         step += 1
-    tl.store(grads_ptr + slot * num_rows + row, total, mask=first)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class IdOrder:
-    """The entries of a batch sorted by id, stable, so that an id's rows ascend."""
-
-    keys: torch.Tensor
-    """[E] int32 keys, ascending; V for entries without work, last."""
-    entries: torch.Tensor
-    """[E] int64, the entry at each place."""
-    offsets: torch.Tensor
-    """[V + 1] int64, the places of id v in offsets[v]:offsets[v + 1]."""
+    tl.store(grads_ptr + slot * grads_stride + row, total, mask=first)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,24 +104,6 @@ class HotIds:
     """[E] int32, ascending; the first cold_offsets[N] count."""
     cold_offsets: torch.Tensor
     """[N + 1] int64, row i's cold entries in cold_offsets[i]:cold_offsets[i + 1]."""
-
-
-def sort_by_id(keys: torch.Tensor, vocab: int) -> IdOrder:
-    """Sort the entries of a batch by key.
-
-    Args:
-        keys: [E] int32 in [0, V].
-        vocab: V.
-
-    Returns:
-        The order and the CSR offsets over the ids.
-    """
-    sorted_keys, entries = torch.sort(keys, stable=True)
-    offsets = torch.empty(vocab + 1, dtype=torch.int64, device=keys.device)
-    _id_offsets_kernel[(triton.cdiv(vocab + 1, 256),)](
-        sorted_keys, offsets, keys.shape[0], vocab + 1, keys.shape[0].bit_length() + 1, BLOCK=256
-    )
-    return IdOrder(keys=sorted_keys, entries=entries, offsets=offsets)
 
 
 def hot_logits(
@@ -237,7 +191,9 @@ def hot_grads(
         grad_rows: [B, H] in the weight's dtype, the gradient of weight[hot.ids].
     """
     num_rows, num_entries = hidden.shape[0], sorted_rows.shape[0]
-    grads = torch.zeros(hot.ids.shape[0], num_rows, dtype=weight.dtype, device=weight.device)
+    # rows of 16 bytes' alignment: without it the products fall off the fast path
+    grads_stride = -(-num_rows // 8) * 8
+    grads = torch.zeros(hot.ids.shape[0], grads_stride, dtype=weight.dtype, device=weight.device)
     _block_grads_kernel[(triton.cdiv(num_entries, ENTRY_BLOCK),)](
         sorted_coefficients,
         order.keys,
@@ -245,8 +201,9 @@ def hot_grads(
         hot.slots,
         grads,
         order.offsets[-1:],
-        num_rows,
+        grads_stride,
         BLOCK=ENTRY_BLOCK,
     )
+    grads = grads[:, :num_rows]
     grad_hidden = matmul_fp32(grads.T, weight[hot.ids]) if needs_hidden else None
     return grad_hidden, grads @ hidden

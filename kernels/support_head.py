@@ -21,7 +21,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from rollout.kernels.head_config import hot_block
-from rollout.kernels.hot_ids import HotIds, IdOrder, hot_grads, hot_logits, sort_by_id
+from rollout.kernels.hot_ids import HotIds, hot_grads, hot_logits
+from rollout.kernels.id_order import IdOrder, sort_by_id
 from rollout.kernels.launch import Impl, choose_impl
 from rollout.kernels.segment_sum import SegmentSum, segment_sums
 from rollout.kernels.support_head_bwd import logit_grads, take
@@ -70,7 +71,7 @@ def support_logprobs(
     if check_targets is None:
         check_targets = hidden.device.type == "cpu"
     if check_targets:
-        _raise_missing(support_ids, support_offsets, target_ids)
+        raise_missing(support_ids, support_offsets, target_ids)
     arguments = hidden, weight, support_ids, support_offsets, target_ids, inverse_temperature
     if choose_impl(hidden, impl) == "reference":
         return support_logprobs_reference(*arguments)
@@ -181,10 +182,19 @@ def missing_targets(
     return (support_offsets.diff() > 0) & (positions < 0)
 
 
-def _raise_missing(
+def raise_missing(
     support_ids: torch.Tensor, support_offsets: torch.Tensor, target_ids: torch.Tensor
 ) -> None:
-    """Raise ValueError with the first row whose support lacks its target."""
+    """Raise on the first row whose support lacks its target; waits for the device.
+
+    Args:
+        support_ids: [E] int32 or int64.
+        support_offsets: [N + 1] int64.
+        target_ids: [N] int64.
+
+    Raises:
+        ValueError: there is such a row.
+    """
     missing = missing_targets(support_ids, support_offsets, target_ids).nonzero()
     if missing.numel():
         row = int(missing[0, 0])
@@ -296,14 +306,7 @@ class _SupportLogprobs(torch.autograd.Function):
                 hidden, weight, keys, rows, support_offsets, scale, logprobs, order, block
             )
             sampled_product(
-                hidden,
-                weight,
-                keys,
-                rows,
-                scale,
-                logprobs,
-                entries=hot.cold_entries,
-                num_listed=hot.cold_offsets[-1:],
+                hidden, weight, keys, rows, scale, logprobs, order=order, slots=hot.slots
             )
         else:
             sampled_product(hidden, weight, keys, rows, scale, logprobs)

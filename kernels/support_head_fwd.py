@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from rollout.kernels.head_config import DOT_TILE, DOT_WARPS, ENTRY_BLOCK, row_blocks, width_block
+from rollout.kernels.id_order import IdOrder
 
 # N rows, E entries of all rows, V vocabulary, H hidden size
 
@@ -57,8 +58,9 @@ def _dot_kernel(
     weight_ptr,
     keys_ptr,
     rows_ptr,
-    entries_ptr,
-    num_entries_ptr,
+    order_ptr,
+    count_ptr,
+    slots_ptr,
     scale_ptr,
     logits_ptr,
     hidden_stride,
@@ -68,47 +70,55 @@ def _dot_kernel(
     WIDTH: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    HAS_LIST: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
 ):
-    slot = tl.program_id(0).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
-    if HAS_LIST:
-        num_entries = tl.load(num_entries_ptr).to(tl.int64)
-        if tl.program_id(0).to(tl.int64) * BLOCK_E >= num_entries:
-            return
-        inside = slot < num_entries
-        entry = tl.load(entries_ptr + slot, mask=inside, other=0).to(tl.int64)
-    else:
-        inside = slot < num_entries
-        entry = slot
+    place = tl.program_id(0).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
+    entry = place
+    inside = place < num_entries
+    if HAS_ORDER:
+        inside = place < tl.load(count_ptr)
+        entry = tl.load(order_ptr + place, mask=inside, other=0).to(tl.int64)
     key = tl.load(keys_ptr + entry, mask=inside, other=vocab).to(tl.int64)
+    if HAS_ORDER:
+        # entries of the dense block have their logits already
+        inside = inside & (tl.load(slots_ptr + key, mask=key < vocab, other=0) < 0)
+        if tl.max(inside.to(tl.int32), 0) == 0:
+            return
     row = tl.load(rows_ptr + entry, mask=inside, other=0).to(tl.int64)
-    work = key < vocab
-    low = tl.min(tl.where(inside, row, 1 << 40))
-    high = tl.max(tl.where(inside, row, 0))
+    work = inside & (key < vocab)
+    # entries by row share their hidden state, entries by id their row of the weight
+    if HAS_ORDER:
+        shared, shared_ptr, shared_stride = key, weight_ptr, weight_stride
+        other, other_ptr, other_stride = row, hidden_ptr, hidden_stride
+    else:
+        shared, shared_ptr, shared_stride = row, hidden_ptr, hidden_stride
+        other, other_ptr, other_stride = key, weight_ptr, weight_stride
+    low = tl.min(tl.where(work, shared, 1 << 40))
+    high = tl.max(tl.where(work, shared, 0))
     # [BLOCK_E, BLOCK_H], summed over its columns only once
     total = tl.zeros((BLOCK_E, BLOCK_H), tl.float32)
     if low == high:
         for begin in tl.static_range(0, WIDTH, BLOCK_H):
             column = begin + tl.arange(0, BLOCK_H)
             known = column < WIDTH
-            h = tl.load(hidden_ptr + low * hidden_stride + column, mask=known, other=0.0)
-            w = tl.load(
-                weight_ptr + key[:, None] * weight_stride + column[None, :],
+            a = tl.load(shared_ptr + low * shared_stride + column, mask=known, other=0.0)
+            b = tl.load(
+                other_ptr + other[:, None] * other_stride + column[None, :],
                 mask=work[:, None] & known[None, :],
                 other=0.0,
             )
-            total += w.to(tl.float32) * h.to(tl.float32)[None, :]
+            total += b.to(tl.float32) * a.to(tl.float32)[None, :]
     else:
         for begin in range(0, WIDTH, BLOCK_H):
             column = begin + tl.arange(0, BLOCK_H)
             mask = work[:, None] & (column < WIDTH)[None, :]
-            h = tl.load(
-                hidden_ptr + row[:, None] * hidden_stride + column[None, :], mask=mask, other=0.0
+            a = tl.load(
+                shared_ptr + shared[:, None] * shared_stride + column[None, :], mask=mask, other=0.0
             )
-            w = tl.load(
-                weight_ptr + key[:, None] * weight_stride + column[None, :], mask=mask, other=0.0
+            b = tl.load(
+                other_ptr + other[:, None] * other_stride + column[None, :], mask=mask, other=0.0
             )
-            total += w.to(tl.float32) * h.to(tl.float32)
+            total += b.to(tl.float32) * a.to(tl.float32)
     scale = tl.load(scale_ptr + row, mask=inside, other=1.0)
     # an id out of the vocabulary is read as nothing and shows as NaN; a lone entry is never read
     logits = tl.where(work, tl.sum(total, 1) * scale, float("nan"))
@@ -209,10 +219,13 @@ def sampled_product(
     rows: torch.Tensor,  # [E]
     inverse_temperature: torch.Tensor,  # [N]
     logits: torch.Tensor,  # [E]
-    entries: torch.Tensor | None = None,  # [E]
-    num_listed: torch.Tensor | None = None,  # [1]
+    order: IdOrder | None = None,
+    slots: torch.Tensor | None = None,  # [V]
 ) -> None:
-    """Write the scaled dot product of every entry, or of the listed ones, into `logits`.
+    """Write the scaled dot product of every entry into `logits`.
+
+    In the order of ids the weight is read once and the hidden states, which are fewer, are gathered
+    from the cache.
 
     Args:
         hidden: [N, H] bf16, fp16 or fp32, unit stride along H.
@@ -220,9 +233,9 @@ def sampled_product(
         keys: [E] int32 from `entry_keys`.
         rows: [E] int32 from `entry_keys`.
         inverse_temperature: [N] fp32.
-        logits: [E] fp32, written; NaN where the key is V.
-        entries: [E] int32, the entries to do, in ascending order; all when None.
-        num_listed: [1] how many of `entries` count, on the device.
+        logits: [E] fp32, written; NaN where the key is V, unless there is an order.
+        order: of the entries by id; in the order of rows when None.
+        slots: [V] int32, with an order: ids of 0 or more are left out.
     """
     num_entries, (vocab, width) = keys.shape[0], weight.shape
     if not num_entries:
@@ -232,8 +245,9 @@ def sampled_product(
         weight,
         keys,
         rows,
-        entries,
-        num_listed,
+        None if order is None else order.entries,
+        None if order is None else order.offsets[-1:],
+        slots,
         inverse_temperature,
         logits,
         hidden.stride(0),
@@ -243,7 +257,7 @@ def sampled_product(
         WIDTH=width,
         BLOCK_E=DOT_TILE,
         BLOCK_H=width_block(width, 256),
-        HAS_LIST=entries is not None,
+        HAS_ORDER=order is not None,
         num_warps=DOT_WARPS,
     )
 

@@ -17,7 +17,11 @@ from rollout.kernels.dense_kernels import pick_entries_kernel, scatter_entries_k
 from rollout.kernels.head_config import WIDE_BLOCK_ELEMENTS
 from rollout.kernels.launch import Impl, choose_impl
 from rollout.kernels.matmul import add_matmul_fp32, matmul_fp32, vocab_blocks
-from rollout.kernels.support_head import check_arguments, support_logprobs_reference
+from rollout.kernels.support_head import (
+    check_arguments,
+    raise_missing,
+    support_logprobs_reference,
+)
 from rollout.kernels.support_head_bwd import logit_grads
 from rollout.kernels.support_head_fwd import entry_keys, row_softmax
 
@@ -53,14 +57,17 @@ def wide_support_logprobs(
 
     Returns:
         target_logprobs: [N] fp32 (fp64 for fp64 input), in nats; 0 in rows with an empty support,
-            NaN where the target is missing.
+            NaN where the target is missing (CUDA).
         support_logprobs: [E], likewise.
 
     Raises:
-        ValueError: shapes or dtypes disagree, or ids are out of [0, V) (CPU).
+        ValueError: shapes or dtypes disagree, ids are out of [0, V) or a target is missing from its
+            support (CPU).
     """
     arguments = hidden, weight, support_ids, support_offsets, target_ids, inverse_temperature
     check_arguments(*arguments)
+    if hidden.device.type == "cpu":
+        raise_missing(support_ids, support_offsets, target_ids)
     if choose_impl(hidden, impl) == "reference":
         return support_logprobs_reference(*arguments)
     targets, logprobs = _WideLogprobs.apply(*arguments)
