@@ -91,8 +91,18 @@ class Assembler:
     """Entries of a step, for the message of an overflow."""
     stats: CaptureStats = field(default_factory=CaptureStats)
     _rows: dict[str, dict[int, _Row]] = field(default_factory=dict)
+    _bytes: dict[str, int] = field(default_factory=dict)
     _closed: set[str] = field(default_factory=set)
     _closed_order: deque[str] = field(default_factory=deque)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the entries held for requests in work."""
+        return sum(self._bytes.values())
+
+    def widest(self) -> str | None:
+        """Return the request in work that holds the most entries."""
+        return max(self._bytes, key=self._bytes.__getitem__, default=None)
 
     def feed(self, blocks: Iterable[StepBlock]) -> Iterator[Failure]:
         """Take in steps.
@@ -142,6 +152,7 @@ class Assembler:
     def close(self, request_id: str) -> None:
         """Forget a request; rows that still come for it are counted and dropped."""
         self._rows.pop(request_id, None)
+        self._bytes.pop(request_id, None)
         if request_id not in self._closed:
             self._closed.add(request_id)
             self._closed_order.append(request_id)
@@ -182,9 +193,12 @@ class Assembler:
                 yield self._failure(block, i, request_id, position, flags)
                 continue
             rows = self._rows.setdefault(request_id, {})
-            stats.replaced_rows += position in rows
+            replaced = rows.get(position)
+            stats.replaced_rows += replaced is not None
             stats.rows += 1
             stats.entries += end - start
+            grown = 8 * (end - start) - (replaced.entries.nbytes if replaced else 0)
+            self._bytes[request_id] = self._bytes.get(request_id, 0) + grown
             rows[position] = _Row(
                 sampled=sampled,
                 kind=kind,

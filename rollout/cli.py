@@ -23,7 +23,8 @@ def _expected_errors(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **kwargs)
         except RolloutError as error:
-            click.echo(f"error: {error}", err=True)
+            # what others wrote into a message may have line breaks
+            click.echo(f"error: {' '.join(str(error).splitlines())}", err=True)
             sys.exit(error.exit_code)
 
     return run
@@ -67,13 +68,9 @@ def generate(path: str, overrides: Sequence[str], dry_run: bool, as_json: bool) 
     click.echo(json.dumps(summary.as_dict()) if as_json else summary.table())
     if not as_json:
         click.echo(f"look at it:   rollout inspect {config.output.path}")
-    if summary.rollouts_failed or summary.reward_errors:
-        raise IncompleteError(
-            f"{summary.rollouts_failed} rollouts failed and {summary.reward_errors} have no reward;"
-            " the reasons are above; the same command tries the failed ones again"
-        )
-    if summary.rollouts_asked == 0:
-        raise IncompleteError(f"none of {summary.prompts_read} prompts could be used")
+    problem = summary.problem()
+    if problem is not None:
+        raise IncompleteError(problem)
 
 
 @main.command()

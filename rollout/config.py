@@ -223,8 +223,11 @@ class CaptureConfig(Section):
 
     support_capacity: Int = Field(default=16 * 2**20, ge=1, le=2**31 - 1)
     """Entries of one sampling step over all its rows; 8 bytes each on the device, several times."""
-    top: Int = Field(default=128, ge=0, le=4096)
+    top: Int = Field(default=128, ge=0, le=1024)
     """Most probable ids recorded of an untruncated row, beside its tail mass; 0 records neither."""
+    spool_bytes: Int = Field(default=8 * 2**30, ge=2**20)
+    """Captured data on the host after which no request is admitted; at twice as much the widest
+    requests are dropped."""
     draws: Int = Field(default=0, ge=0, le=1024)
     """Independent draws from the sampler's distribution recorded with each token."""
 
@@ -240,6 +243,8 @@ class OutputConfig(Section):
     """Prompts of a unit, the slice that is committed together."""
     shard_bytes: Int = Field(default=256 * 2**20, ge=2**20)
     """Raw bytes after which a part of a unit is committed early."""
+    commit_threads: Int = Field(default=4, ge=1)
+    """Units committed side by side."""
     flush_seconds: Float = Field(default=100.0, gt=0.0)
     """Finished rollouts are committed at least this often."""
 

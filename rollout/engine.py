@@ -271,7 +271,7 @@ def engine_arguments(
             "generation_config": "vllm",  # neutral: the checkpoint's file changes nothing
             "worker_cls": f"rollout.capture.{worker}",
             "logprobs_mode": "processed_logits",
-            "additional_config": {CONFIG_KEY: capture.model_dump()},
+            "additional_config": {CONFIG_KEY: capture.model_dump(exclude={"spool_bytes"})},
         }
     )
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+_COLUMNS = 100
 
 
 @dataclass(kw_only=True, slots=True)
@@ -37,17 +39,51 @@ class Summary:
     """From the first request to the last commit."""
     replaced_rows: int = 0
     """Rows captured again after a preemption."""
+    rollouts_covered: int = 0
+    """Finished, but committed by another process meanwhile."""
+    seconds_waited: float = 0.0
+    """That sampling waited for a capture buffer."""
+    seconds_held: float = 0.0
+    """That no request was admitted since the host held too much."""
     engine: dict[str, Any] = field(default_factory=dict)
 
     @property
     def reconciles(self) -> bool:
         """Whether every rollout that was asked for is accounted for."""
-        accounted = self.rollouts_skipped + self.rollouts_committed + self.rollouts_failed
-        return accounted == self.rollouts_asked
+        return self._accounted() == self.rollouts_asked
+
+    def _accounted(self) -> int:
+        done = self.rollouts_skipped + self.rollouts_committed + self.rollouts_covered
+        return done + self.rollouts_failed
+
+    def problem(self) -> str | None:
+        """Say in one sentence what is missing at the end, if anything is."""
+        if self.rollouts_asked == 0:
+            return f"none of {self.prompts_read} prompts could be used"
+        parts = []
+        if self.rollouts_failed:
+            parts.append(
+                f"{self.rollouts_failed} of {self.rollouts_asked} rollouts failed, the same "
+                "command tries them again"
+            )
+        if self.reward_errors:
+            parts.append(
+                f"{self.reward_errors} rollouts are there without a reward, since its function "
+                f"failed ({self.first_reward_error})"
+            )
+        if not self.reconciles:
+            parts.append(
+                f"{self.rollouts_asked} rollouts were asked for and {self._accounted()} are "
+                "accounted for"
+            )
+        return "; ".join(parts) or None
 
     def as_dict(self) -> dict[str, Any]:
         """Return all counts, for JSON."""
-        return asdict(self)
+        # asdict would rebuild the counter from pairs and count those
+        return asdict(replace(self, reasons=Counter())) | {
+            "reasons": dict(self.reasons.most_common())
+        }
 
     def table(self) -> str:
         """Format for a terminal, at most 100 columns."""
@@ -62,13 +98,18 @@ class Summary:
             ),
             ("tokens", f"{self.tokens} in {self.seconds:.1f} s, {rate:.0f} tokens/s"),
             ("support", f"{self.entries} entries, mean {mean:.1f} a token"),
-            (
-                "largest step",
-                f"{self.largest_step} entries of a capacity of {self.support_capacity}; "
-                f"{self.suggested_capacity} would do",
-            ),
         ]
+        if self.largest_step:
+            room = f"{self.largest_step} entries of a capacity of {self.support_capacity}"
+            lines.append(("largest step", f"{room}; {self.suggested_capacity} would do"))
+        stalls = f"waited {self.seconds_waited:.1f} s for capture buffers"
+        lines.append(("stalls", f"{stalls}, {self.seconds_held:.1f} s for the output"))
         lines += [("reason", f"{reason}: {count}") for reason, count in self.reasons.most_common()]
         if self.reward_errors:
             lines.append(("reward", f"{self.reward_errors} failed: {self.first_reward_error}"))
-        return "\n".join(f"{name:<13} {text}" for name, text in lines)
+        return "\n".join(_line(name, text) for name, text in lines)
+
+
+def _line(name: str, text: str) -> str:
+    line = f"{name:<13} {' '.join(text.split())}"
+    return line if len(line) <= _COLUMNS else line[: _COLUMNS - 3] + "..."

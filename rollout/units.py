@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rollout.config import OutputConfig
-from rollout.dataset import DatasetWriter
 from rollout.rows import Rejection, RolloutRow
 
 
@@ -29,30 +28,28 @@ class UnitBuffers:
 
     def __init__(
         self,
-        writer: DatasetWriter,
+        commit: Callable[[str, list[RolloutRow], list[Rejection]], None],
         config: OutputConfig,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start with nothing in work.
 
         Args:
-            writer: where parts are committed.
+            commit: takes a part: a unit with its finished rollouts and rejections.
             config: the job's `output` section.
             clock: seconds.
         """
-        self._writer = writer
+        self._take_part = commit
         self._config = config
         self._clock = clock
         self._buffers: dict[str, _Buffer] = {}
         self._in_flight: Counter[str] = Counter()
         self._open: set[str] = set()
-        self.committed_rows = 0
-        self.committed_parts = 0
 
     @property
-    def buffered_rows(self) -> int:
-        """Finished rollouts that are not committed yet."""
-        return sum(len(buffer.rows) for buffer in self._buffers.values())
+    def num_bytes(self) -> int:
+        """Raw bytes of the finished rollouts that are still here."""
+        return sum(buffer.num_bytes for buffer in self._buffers.values())
 
     def open(self, unit: str) -> None:
         """Announce that rollouts of a unit may still be started."""
@@ -93,7 +90,11 @@ class UnitBuffers:
             self._commit(unit)
 
     def flush(self) -> None:
-        """Commit everything that is finished."""
+        """Commit everything that is finished.
+
+        Raises:
+            RolloutError: a part can't be taken; it stays buffered.
+        """
         for unit in list(self._buffers):
             self._commit(unit)
 
@@ -103,6 +104,7 @@ class UnitBuffers:
         return self._buffers[unit]
 
     def _end(self, unit: str) -> None:
+        assert self._in_flight[unit] > 0, f"nothing of unit {unit} is in flight"
         self._in_flight[unit] -= 1
         self._commit_if_done(unit)
 
@@ -113,10 +115,9 @@ class UnitBuffers:
                 self._commit(unit)
 
     def _commit(self, unit: str) -> None:
-        buffer = self._buffers.pop(unit, None)
+        buffer = self._buffers.get(unit)
         if buffer is None:
             return
-        record = self._writer.commit_part(unit, buffer.rows, buffer.rejected)
-        if record is not None:
-            self.committed_rows += record.rows
-            self.committed_parts += 1
+        self._take_part(unit, buffer.rows, buffer.rejected)
+        # only now: what could not be handed over can be tried again
+        del self._buffers[unit]

@@ -81,7 +81,7 @@ def test_a_finished_job_starts_no_engine(
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("an engine was started")
 
-    monkeypatch.setattr("rollout.pipeline.Engine", refuse)
+    monkeypatch.setattr("rollout.engine_start.Engine", refuse)
     again = generate(job, show_progress=False)
     assert (again.rollouts_skipped, again.rollouts_committed) == (1, 0)
 
@@ -279,7 +279,7 @@ def test_an_output_of_another_run_is_refused_before_the_engine(
     path = job_file(tmp_path, model)
     assert CliRunner().invoke(main, ["generate", "--config", str(path)]).exit_code == 0
     before = sorted(p.name for p in (tmp_path / "out").rglob("*"))
-    monkeypatch.setattr("rollout.pipeline.Engine", None)
+    monkeypatch.setattr("rollout.engine_start.Engine", None)
     result = CliRunner().invoke(
         main, ["generate", "--config", str(path), "--set", "sampling.temperature=0.5"]
     )
