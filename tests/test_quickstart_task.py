@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
-import sys
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
@@ -13,21 +11,9 @@ from types import ModuleType
 import pytest
 import torch
 from click.testing import CliRunner
+from quickstart_scripts import QUICKSTART, load_script
 
 from rollout.jobfile import load_job
-
-QUICKSTART = Path(__file__).resolve().parents[1] / "jobs" / "quickstart"
-
-
-def load_script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"quickstart_{name}", QUICKSTART / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
 
 task = load_script("task")
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import sys
 import tempfile
@@ -356,6 +357,8 @@ def main(output: Path, seed: int, steps: int) -> None:
         return
     output.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
+    # read when torch loads: threads that spin while they wait cost minutes on a busy machine
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
     import torch
     from transformers.utils import logging
