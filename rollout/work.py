@@ -125,7 +125,7 @@ class _UnitNumbers:
 def _lot_work(
     lot: list[Prompt | Rejection], writer: DatasetWriter, stats: WorkStats, unit: str
 ) -> Iterator[WorkItem]:
-    """Follow a lot in order; rejected rows go with the prompt before them, the first with `unit`."""
+    """Follow a lot in order; rejected rows go with the prompt before them."""
     units = []
     for row in lot:
         if isinstance(row, Prompt):
