@@ -354,6 +354,20 @@ def test_memory_is_bounded_by_what_is_in_flight(monkeypatch: pytest.MonkeyPatch)
     assert len(assembler._rows) == 0
 
 
+def test_bytes_are_counted_by_request() -> None:
+    assembler = Assembler(capacity=100)
+    assert (assembler.num_bytes, assembler.widest()) == (0, None)
+    wide = [(i, -1.0) for i in range(5)]
+    feed(assembler, block(row("a", 0, 1, entries=wide), row("b", 0, 2, entries=PAIR)))
+    assert (assembler.num_bytes, assembler.widest()) == (56, "a")
+    feed(assembler, block(row("a", 0, 1), row("b", 1, 2)))  # the first replaces five by one
+    assert (assembler.num_bytes, assembler.widest()) == (32, "b")
+    assembler.close("b")
+    assert (assembler.num_bytes, assembler.widest()) == (8, "a")
+    take(assembler, "a", 1)
+    assert (assembler.num_bytes, assembler.widest()) == (0, None)
+
+
 @pytest.mark.parametrize(
     ("largest", "capacity"), [(0, 2), (1, 2), (2, 4), (100, 256), (700, 2048), (2**20, 2**21)]
 )

@@ -1,0 +1,247 @@
+"""When finished rollouts are committed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic import make_record, make_rejection, make_row, plan
+
+from rollout.config import OutputConfig
+from rollout.dataset import DatasetWriter, read_dataset
+from rollout.errors import OutputError
+from rollout.rows import Rejection, RolloutRow
+from rollout.storage import Storage
+from rollout.units import UnitBuffers
+
+
+class Clock:
+    """A clock that stands still until it is set."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        """Return the time, in seconds."""
+        return self.now
+
+
+class Case:
+    """Buffers over a dataset that plans a, b, c for u0 and d, e for u1.
+
+    Parts are noted as `unit: rollouts | rejected`, and committed unless `fails`.
+    """
+
+    def __init__(self, folder: Path, **config: Any) -> None:
+        self.clock = Clock()
+        self.storage = Storage.open(str(folder / "out"), {})
+        self.writer = DatasetWriter.open(self.storage, make_record())
+        self.writer.append_plan([*plan("u0", "a", "b", "c"), *plan("u1", "d", "e")])
+        self.parts: list[str] = []
+        self.fails = False
+        values = {"path": "x", "flush_seconds": 60} | config
+        self.units = UnitBuffers(self._commit, OutputConfig.model_validate(values), self.clock)
+
+    def _commit(self, unit: str, rows: list[RolloutRow], rejected: list[Rejection]) -> None:
+        if self.fails:
+            raise OutputError("the disk is full")
+        done = " ".join(row.rollout_id for row in rows)
+        self.parts.append(f"{unit}: {done} | {len(rejected)}")
+        self.writer.commit_part(unit, rows, rejected)
+
+    def stored(self) -> set[tuple[str, int]]:
+        """Every committed rollout."""
+        return set(read_dataset(self.storage).covered)
+
+    def run(self, unit: str, prompt: str, index: int = 0, **fields: Any) -> RolloutRow:
+        """Start a rollout and return what it will end with."""
+        self.units.start(unit)
+        return make_row(prompt, index, **fields)
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    return Case(tmp_path)
+
+
+def rejection(prompt: str, index: int | None = None) -> Rejection:
+    return make_rejection(prompt, index)
+
+
+def test_a_unit_is_committed_once_nothing_of_it_is_in_flight(case: Case) -> None:
+    units = case.units
+    units.open("u0")
+    rows = [case.run("u0", prompt) for prompt in "abc"]
+    units.add("u0", rows[1])
+    units.add("u0", rows[0])
+    assert units.num_bytes == rows[0].num_bytes + rows[1].num_bytes
+    units.close("u0")
+    assert case.parts == []
+    units.add("u0", rows[2])
+    assert case.parts == ["u0: b.0 a.0 c.0 | 0"]
+    assert units.num_bytes == 0
+    assert case.stored() == {("a", 0), ("b", 0), ("c", 0)}
+
+
+def test_an_open_unit_waits_even_with_nothing_in_flight(case: Case) -> None:
+    units = case.units
+    units.open("u0")
+    units.add("u0", case.run("u0", "a"))
+    assert case.parts == []
+    units.add("u0", case.run("u0", "b"))
+    units.close("u0")
+    assert case.parts == ["u0: a.0 b.0 | 0"]
+
+
+def test_failures_end_a_rollout_too(case: Case) -> None:
+    units = case.units
+    units.open("u0")
+    row = case.run("u0", "a")
+    units.start("u0")
+    units.close("u0")
+    units.add("u0", row)
+    assert case.parts == []
+    units.fail("u0", rejection("b", 0))
+    assert case.parts == ["u0: a.0 | 1"]
+
+
+def test_rejected_prompts_are_committed_with_their_unit(case: Case) -> None:
+    units = case.units
+    units.open("u0")
+    units.reject("u0", rejection("a"))
+    units.reject("u0", rejection("b"))
+    units.close("u0")
+    assert case.parts == ["u0:  | 2"]
+    assert len(read_dataset(case.storage).rejected) == 2
+
+
+def test_an_empty_unit_is_no_part(case: Case) -> None:
+    case.units.open("u0")
+    case.units.close("u0")
+    assert case.parts == []
+
+
+def test_units_do_not_wait_for_each_other(case: Case) -> None:
+    units = case.units
+    for unit in ("u0", "u1"):
+        units.open(unit)
+    first, second = case.run("u0", "a"), case.run("u1", "d")
+    for unit in ("u0", "u1"):
+        units.close(unit)
+    units.add("u1", second)
+    assert case.parts == ["u1: d.0 | 0"]
+    units.add("u0", first)
+    assert case.parts == ["u1: d.0 | 0", "u0: a.0 | 0"]
+
+
+def test_a_unit_may_be_opened_again(case: Case) -> None:
+    units = case.units
+    for prompt in "ab":
+        units.open("u0")
+        row = case.run("u0", prompt)
+        units.close("u0")
+        units.add("u0", row)
+    assert case.parts == ["u0: a.0 | 0", "u0: b.0 | 0"]
+
+
+def test_a_buffer_of_the_size_of_a_shard_is_committed_early(tmp_path: Path) -> None:
+    case = Case(tmp_path, shard_bytes=2**20)
+    units = case.units
+    units.open("u0")
+    wide = [case.run("u0", p, lengths=[70_000]) for p in "ab"]  # 560 kB each
+    small = case.run("u0", "c")
+    units.add("u0", wide[0])
+    assert case.parts == []
+    units.add("u0", wide[1])
+    assert case.parts == ["u0: a.0 b.0 | 0"]
+    assert units.num_bytes == 0
+    units.add("u0", small)
+    units.close("u0")
+    assert case.parts == ["u0: a.0 b.0 | 0", "u0: c.0 | 0"]
+
+
+def test_the_last_rollout_of_a_unit_may_fill_a_shard(tmp_path: Path) -> None:
+    case = Case(tmp_path, shard_bytes=2**20)
+    case.units.open("u0")
+    row = case.run("u0", "a", lengths=[140_000])
+    case.units.close("u0")
+    case.units.add("u0", row)
+    assert case.parts == ["u0: a.0 | 0"]
+
+
+def test_finished_rollouts_wait_no_longer_than_said(case: Case) -> None:
+    units, clock = case.units, case.clock
+    units.open("u0")
+    units.open("u1")
+    rows = [case.run("u0", "a"), case.run("u0", "b"), case.run("u1", "d")]
+    units.add("u0", rows[0])
+    clock.now += 30
+    units.add("u1", rows[2])
+    clock.now += 29.9
+    units.tick()
+    assert case.parts == []
+    units.add("u0", rows[1])
+    clock.now += 0.2  # 60.1 s after the first of u0, 30.1 s after u1's
+    units.tick()
+    assert case.parts == ["u0: a.0 b.0 | 0"]
+    clock.now += 30
+    units.tick()
+    assert case.parts == ["u0: a.0 b.0 | 0", "u1: d.0 | 0"]
+    clock.now += 1000
+    units.tick()
+    assert len(case.parts) == 2
+
+
+def test_rejections_do_not_wait_longer_either(case: Case) -> None:
+    case.units.open("u0")
+    case.units.reject("u0", rejection("a"))
+    case.clock.now += 60
+    case.units.tick()
+    assert case.parts == ["u0:  | 1"]
+
+
+def test_a_group_in_several_parts_is_whole_in_the_end(case: Case) -> None:
+    units = case.units
+    units.open("u0")
+    rows = [case.run("u0", "a", i) for i in range(4)]
+    for i in (3, 1):
+        units.add("u0", rows[i])
+    case.clock.now += 60
+    units.tick()
+    units.add("u0", rows[0])
+    units.flush()
+    units.close("u0")
+    units.add("u0", rows[2])
+    assert case.parts == ["u0: a.3 a.1 | 0", "u0: a.0 | 0", "u0: a.2 | 0"]
+    assert case.stored() == {("a", i) for i in range(4)}
+
+
+def test_flush_commits_all_that_is_finished(case: Case) -> None:
+    units = case.units
+    units.open("u0")
+    units.open("u1")
+    rows = [case.run("u0", "a"), case.run("u1", "d"), case.run("u1", "e")]
+    units.add("u0", rows[0])
+    units.add("u1", rows[1])
+    units.flush()
+    assert sorted(case.parts) == ["u0: a.0 | 0", "u1: d.0 | 0"]
+    units.flush()
+    assert len(case.parts) == 2
+
+
+def test_what_could_not_be_written_is_still_there(case: Case) -> None:
+    units = case.units
+    units.open("u0")
+    row = case.run("u0", "a")
+    units.close("u0")
+    case.fails = True
+    with pytest.raises(OutputError, match="the disk is full"):
+        units.add("u0", row)
+    assert units.num_bytes == row.num_bytes
+    case.fails = False
+    units.flush()
+    assert case.parts == ["u0: a.0 | 0"]
+    assert case.stored() == {("a", 0)}
+
+
+def test_ending_what_never_started_is_a_mistake(case: Case) -> None:
+    with pytest.raises(AssertionError, match="nothing of unit u0 is in flight"):
+        case.units.add("u0", make_row("a"))
