@@ -67,26 +67,23 @@ def project(tmp_path: Path) -> Project:
 
 
 def described(items: list[WorkItem]) -> list[str]:
-    """Units as `u0: a[01] !`, checked to be opened and closed around what is in them."""
+    """Units as `u0: a[01] !`, sorted, checked to be open around all that is in them."""
     lines: list[str] = []
-    words: list[str] = []
-    unit = None
+    words: dict[str, list[str]] = {}
     for item in items:
         if isinstance(item, UnitOpened):
-            assert unit is None
-            unit, words = item.unit, []
+            assert item.unit not in words
+            words[item.unit] = []
         elif isinstance(item, UnitClosed):
-            assert item.unit == unit
-            lines.append(f"{item.unit.replace('u00000', 'u')}: {' '.join(words)}".strip())
-            unit = None
+            name = item.unit.replace("u00000", "u")
+            lines.append(f"{name}: {' '.join(words.pop(item.unit))}".strip())
         elif isinstance(item, SetAside):
-            assert item.unit == unit
-            words.append("!")
+            words[item.unit].append("!")
         else:
-            assert item.unit == unit
-            words.append(f"{item.prompt.prompt}[{''.join(map(str, item.sample_indices))}]")
-    assert unit is None
-    return lines
+            indices = "".join(map(str, item.sample_indices))
+            words[item.unit].append(f"{item.prompt.prompt}[{indices}]")
+    assert words == {}
+    return sorted(lines, key=lambda line: int(line[1 : line.index(":")]))
 
 
 def commit(project: Project, *samples: str) -> None:
@@ -103,15 +100,30 @@ def commit(project: Project, *samples: str) -> None:
 def test_units_and_samples_in_order(project: Project) -> None:
     project.write(*"abcde")
     items, stats = project.work(n=3)
-    assert described(items) == ["u0: a[012] b[012]", "u1: c[012] d[012]", "u2: e[012]"]
+    assert described(items) == ["u0: a[012] d[012]", "u1: b[012] e[012]", "u2: c[012]"]
     assert (stats.prompts, stats.rejected, stats.asked, stats.already_committed) == (5, 0, 15, 0)
+
+
+def test_rows_come_in_the_order_of_the_file(project: Project) -> None:
+    project.write(*"edcba", "!", *"fgh")
+    items, _ = project.work(n=1, unit_prompts=3)
+    order = [
+        str(i.prompt.prompt) if isinstance(i, Missing) else "!"
+        for i in items
+        if isinstance(i, (Missing, SetAside))
+    ]
+    assert "".join(order) == "edcba!fgh"
+    # all units are in work from the start, and each ends with its own last row
+    kinds = [type(item).__name__ for item in items]
+    assert kinds[:3] == ["UnitOpened"] * 3
+    assert kinds[-6:] == ["Missing", "UnitClosed"] * 3
 
 
 def test_what_is_committed_is_not_done_again(project: Project) -> None:
     project.write(*"abc")
     commit(project, "a0", "a1", "b1", "c0")
     items, stats = project.work(n=2)
-    assert described(items) == ["u0: b[0]", "u1: c[1]"]
+    assert described(items) == ["u0: c[1]", "u1: b[0]"]
     assert (stats.asked, stats.already_committed) == (6, 4)
     commit(project, "b0", "c1")
     items, stats = project.work(n=2)
@@ -136,7 +148,7 @@ def test_appended_prompts_make_new_units(project: Project) -> None:
     project.write(*"abcde")
     items, _ = project.work()
     # u1 was short, and stays so
-    assert described(items) == ["u0: a[01] b[01]", "u1: c[01]", "u2: d[01] e[01]"]
+    assert described(items) == ["u0: a[01] c[01]", "u1: b[01]", "u2: d[01] e[01]"]
     project.write(*"abcdef")
     assert described(project.work()[0])[-1] == "u3: f[01]"
 
@@ -146,7 +158,7 @@ def test_moved_prompts_keep_their_units(project: Project) -> None:
     project.work()
     project.write(*"dxbca")
     items, _ = project.work()
-    assert described(items) == ["u1: d[01] c[01]", "u2: x[01]", "u0: b[01] a[01]"]
+    assert described(items) == ["u0: c[01] a[01]", "u1: d[01] b[01]", "u2: x[01]"]
 
 
 def test_removed_prompts_are_not_asked_for(project: Project) -> None:
@@ -154,7 +166,7 @@ def test_removed_prompts_are_not_asked_for(project: Project) -> None:
     project.work()
     project.write(*"bd")
     items, stats = project.work()
-    assert described(items) == ["u0: b[01]", "u1: d[01]"]
+    assert described(items) == ["u1: b[01] d[01]"]
     assert stats.asked == 4
 
 
@@ -164,12 +176,12 @@ def test_lots_change_no_unit_of_a_second_run(project: Project, lot: int) -> None
     project.write(*names)
     first, _ = project.work(lot=3, unit_prompts=2)
     assert described(first) == [
-        "u0: a[01] b[01]",
-        "u1: c[01]",
-        "u2: d[01] e[01]",
-        "u3: f[01]",
-        "u4: g[01] h[01]",
-        "u5: i[01]",
+        "u0: a[01] c[01]",
+        "u1: b[01]",
+        "u2: d[01] f[01]",
+        "u3: e[01]",
+        "u4: g[01] i[01]",
+        "u5: h[01]",
         "u6: j[01]",
     ]
     units = {i.prompt.prompt: i.unit for i in first if isinstance(i, Missing)}
@@ -185,7 +197,7 @@ def test_new_units_never_take_a_planned_name(project: Project) -> None:
     writer.append_plan([entry, PlanEntry(prompt_key="y", prompt_id="y", unit="mine", digest="d")])
     project.write(*"abc")
     items, _ = project.work()
-    assert described(items) == ["u8: a[01] b[01]", "u9: c[01]"]
+    assert described(items) == ["u8: a[01] c[01]", "u9: b[01]"]
 
 
 def test_two_processes_that_plan_at_once_agree(project: Project) -> None:
@@ -197,7 +209,7 @@ def test_two_processes_that_plan_at_once_agree(project: Project) -> None:
     items = missing_work(project.config(), second, stats, lot_prompts=2)
     found = described(list(items))
     # x takes a number that the first had taken meanwhile: a larger unit, but one plan for both
-    assert found == ["u0: x[01] a[01]", "u0: b[01]", "u1: c[01]", "u2: y[01]"]
+    assert found == ["u0: x[01] a[01]", "u0: c[01]", "u1: b[01]", "u2: y[01]"]
     stored = read_dataset(Storage.open(str(project.output), {})).plan
     units = {entry.prompt_key: entry.unit for entry in stored}
     assert units == dict(second.plan)
@@ -207,7 +219,7 @@ def test_two_processes_that_plan_at_once_agree(project: Project) -> None:
 def test_rejected_rows_go_with_the_prompt_before_them(project: Project) -> None:
     project.write("!", "a", "b", "!", "c", "!", "!")
     items, stats = project.work()
-    assert described(items) == ["u0: ! a[01] b[01] !", "u1: c[01] ! !"]
+    assert described(items) == ["u0: ! a[01] c[01] ! !", "u1: b[01] !"]
     assert (stats.prompts, stats.rejected) == (3, 4)
 
 
