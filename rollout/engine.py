@@ -162,6 +162,10 @@ class Engine:
         """Record into a spool folder from now on."""
         self._llm.collective_rpc("capture_start", args=(folder,))
 
+    def stop_capture(self) -> None:
+        """Stop recording; sampling goes on as in stock vLLM."""
+        self._llm.collective_rpc("capture_stop")
+
     def flush_capture(self) -> None:
         """Wait until everything captured is in the spool; drains the steps in flight.
 

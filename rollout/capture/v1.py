@@ -21,18 +21,18 @@ from rollout.errors import EngineError
 class V1Adapter:
     """Calls back with each sampling step's masked logits, sampled ids and rows."""
 
-    def __init__(self, runner: Any, on_step: OnStep) -> None:
+    def __init__(self, runner: Any) -> None:
         """Hook the runner's sampler.
 
         Args:
             runner: vLLM's GPUModelRunner or CPUModelRunner.
-            on_step: called with masked logits [N, V], sampled ids [N] and the rows.
 
         Raises:
             EngineError: the sampler would not return the masked logits.
         """
         self._runner = runner
-        self._on_step = on_step
+        self.on_step: OnStep | None = None
+        """Called in each step; null while nothing is recorded."""
         self._known: dict[str, tuple[int, int]] = {}
         self.logits_dtype: str | None = None
         sampler = runner.sampler
@@ -51,13 +51,14 @@ class V1Adapter:
 
     def _sample(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         sampled, masked = self._stock_sample(*args, **kwargs)
+        if self.on_step is None:
+            return sampled, masked
         # a batch of greedy rows only comes back without: then nothing was masked
         logits = masked if masked is not None else args[0]
-        self._on_step(logits, sampled, self.rows())
+        self.on_step(logits, sampled, self._rows())
         return sampled, masked
 
-    def rows(self) -> BatchRows:
-        """Describe the current batch, from host memory only."""
+    def _rows(self) -> BatchRows:
         batch = self._runner.input_batch
         n = batch.num_reqs
         request_ids = list(batch.req_ids[:n])  # the runner changes its own list after the step

@@ -23,12 +23,11 @@ _FUSED = ("use_flashinfer", "use_xpu_sampler")  # the second exists since 0.31
 class V2Adapter:
     """Calls back with each sampling step's masked logits, sampled ids and rows."""
 
-    def __init__(self, runner: Any, on_step: OnStep) -> None:
+    def __init__(self, runner: Any) -> None:
         """Hook the runner and its sampler; call it after the weights are loaded.
 
         Args:
             runner: vLLM's V2 GPUModelRunner.
-            on_step: called with masked logits [N, V], sampled ids [N] and the rows.
 
         Raises:
             EngineError: the runner samples in a way that can't be followed.
@@ -38,7 +37,8 @@ class V2Adapter:
             raise EngineError("the V2 runner has no plain sampler: speculative decoding or pooling")
         self._runner = runner
         self._sampler = sampler
-        self._on_step = on_step
+        self.on_step: OnStep | None = None
+        """Called in each step; null while nothing is recorded."""
         self._batch: Any = None
         slots = runner.max_num_reqs
         self._kinds = np.zeros(slots, np.int8)
@@ -70,11 +70,12 @@ class V2Adapter:
     def _sample(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         logits = kwargs["logits"] if "logits" in kwargs else args[0]
         sampled, masked = self._stock_sample(*args, **kwargs)
-        if self._batch is not None:  # vLLM's warm-up calls the sampler without a batch of requests
+        # vLLM's warm-up calls the sampler without a batch of requests
+        if self.on_step is not None and self._batch is not None:
             self.logits_dtype = str(logits.dtype).removeprefix("torch.")
             # a fused sampler would have drawn from logits without the mask: no silent wrong capture
             assert not any(getattr(self._sampler, name, False) for name in _FUSED)
-            self._on_step(masked, sampled, self._rows(self._batch))
+            self.on_step(masked, sampled, self._rows(self._batch))
         return sampled, masked
 
     def _rows(self, batch: Any) -> BatchRows:

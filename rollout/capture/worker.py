@@ -31,22 +31,27 @@ class CaptureWorkerMixin:
         """Load the weights, then hook the sampler on the one rank whose samples are returned."""
         result = super().load_model(*args, **kwargs)  # type: ignore[misc]
         if _returns_samples():
-            settings = CaptureSettings(**self.vllm_config.additional_config[CONFIG_KEY])
-            self._capture = CaptureCore(
-                settings,
-                device=self.device,
-                max_rows=self.vllm_config.scheduler_config.max_num_seqs,
-                vocab_size=self.vllm_config.model_config.get_vocab_size(),
-                steps_in_flight=self.vllm_config.max_concurrent_batches,
-            )
             adapter = V2Adapter if _is_v2(self.model_runner) else V1Adapter
-            self._adapter = adapter(self.model_runner, self._capture.on_step)
+            self._adapter = adapter(self.model_runner)
         return result
 
     def determine_available_memory(self) -> int:
-        """Take the capture's memory out of the KV cache's budget, where vLLM chooses the budget."""
+        """Take the capture's memory out of the KV cache's budget, where vLLM chooses the budget.
+
+        The buffers are made after vLLM's profiling, since its versions count what exists before
+        in different ways.
+        """
         available: int = super().determine_available_memory()  # type: ignore[misc]
-        if self._capture is None or self.vllm_config.cache_config.kv_cache_memory_bytes is not None:
+        if self._adapter is None:
+            return available
+        self._capture = CaptureCore(
+            CaptureSettings(**self.vllm_config.additional_config[CONFIG_KEY]),
+            device=self.device,
+            max_rows=self.vllm_config.scheduler_config.max_num_seqs,
+            vocab_size=self.vllm_config.model_config.get_vocab_size(),
+            steps_in_flight=self.vllm_config.max_concurrent_batches,
+        )
+        if self.vllm_config.cache_config.kv_cache_memory_bytes is not None:
             return available
         return available - self._capture.recorder.device_bytes
 
@@ -59,8 +64,16 @@ class CaptureWorkerMixin:
 
     def capture_start(self, folder: str) -> None:
         """Start recording into a spool folder."""
-        if self._capture is not None:
+        if self._adapter is not None:
+            assert self._capture is not None
             self._capture.start(folder)
+            self._adapter.on_step = self._capture.on_step
+
+    def capture_stop(self) -> None:
+        """Stop recording: sampling goes on as in stock vLLM."""
+        if self._adapter is not None and self._capture is not None:
+            self._adapter.on_step = None
+            self._capture.stop()
 
     def capture_flush(self) -> str | None:
         """Return once everything captured so far is in the spool, or say why it can't be."""
