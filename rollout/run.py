@@ -89,6 +89,8 @@ class Run:
         self._held_since: float | None = None
         self._held = 0.0
         self._start_time: float | None = None
+        self._last_returned: float | None = None
+        self._end_time: float | None = None
 
     def work(self) -> None:
         """Keep the window full until nothing is left, then wait for the last commit."""
@@ -110,6 +112,7 @@ class Run:
             self._show()
         self._units.flush()
         self._committer.wait()
+        self._end_time = time.monotonic()
 
     def finish(self) -> None:
         """Commit what is finished, also after an error, and end the threads."""
@@ -124,7 +127,7 @@ class Run:
     def summary(self) -> Summary:
         """Count up what was done."""
         stats, capture, commits = self._work_stats, self._assembler.stats, self._committer.stats
-        end = time.monotonic()
+        start = self._start_time or 0.0
         return Summary(
             prompts_read=stats.prompts + stats.rejected,
             prompts_rejected=stats.rejected + self._rejected_prompts,
@@ -141,7 +144,8 @@ class Run:
             largest_step=capture.largest_step,
             support_capacity=self._job.config.capture.support_capacity,
             suggested_capacity=suggested_capacity(capture.largest_step),
-            seconds=0.0 if self._start_time is None else end - self._start_time,
+            seconds=(self._end_time or time.monotonic()) - start if start else 0.0,
+            seconds_sampling=(self._last_returned or start) - start,
             replaced_rows=capture.replaced_rows,
             rollouts_covered=commits.covered,
             seconds_waited=capture.waited,
@@ -232,6 +236,7 @@ class Run:
         running = engine.has_unfinished
         if running:
             for finished in engine.step():
+                self._last_returned = time.monotonic()
                 self._returned[finished.internal_id] = _Returned(
                     request=self._in_flight.pop(finished.internal_id), finished=finished
                 )

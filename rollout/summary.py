@@ -37,6 +37,8 @@ class Summary:
     suggested_capacity: int = 0
     seconds: float = 0.0
     """From the first request to the last commit."""
+    seconds_sampling: float = 0.0
+    """From the first request to the last returned rollout."""
     replaced_rows: int = 0
     """Rows captured again after a preemption."""
     rollouts_covered: int = 0
