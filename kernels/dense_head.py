@@ -137,12 +137,11 @@ class _DenseLogprobs(torch.autograd.Function):
             tensor.contiguous() for tensor in (entry_ids, entry_offsets, target_ids)
         )
         scale = inverse_temperature.float().contiguous()
-        numbers = {"dtype": torch.float32, "device": hidden.device}
-        stats = torch.zeros(4, num_rows, **numbers)
+        stats = hidden.new_zeros((4, num_rows), dtype=torch.float32)
         stats[0::2] = -torch.inf
         # an id out of the vocabulary is in no block and shows as NaN
-        targets = torch.full((num_rows,), torch.nan, **numbers)
-        entries = torch.full((num_entries,), torch.nan, **numbers)
+        targets = torch.full_like(scale, torch.nan)
+        entries = hidden.new_full((num_entries,), torch.nan, dtype=torch.float32)
         for first, end in _blocks(hidden, weight):
             dense_stats_kernel[(num_rows,)](
                 matmul_fp32(hidden, weight[first:end].T),

@@ -283,7 +283,7 @@ class _TakeRows(torch.autograd.Function):
 
 def _take_rows(matrix: Tensor, rows: Tensor) -> Tensor:
     """Return matrix[rows] for distinct rows."""
-    taken: Tensor = _TakeRows.apply(matrix, rows)
+    taken: Tensor = _TakeRows.apply(matrix, rows)  # type: ignore[no-untyped-call]
     return taken
 
 

@@ -18,7 +18,8 @@ def make_batch(seed: int = 0) -> dict[str, Tensor]:
     """Return one row of each kind, float64; the draws hold repeats and one holds its target."""
     generator = torch.Generator().manual_seed(seed)
     widths = {"exact": 4, "head": 4, "draws": 6, "none": 0, "greedy": 1, "wide": 80, "masked": 3}
-    ids, targets = [], []
+    ids: list[Tensor] = []
+    targets: list[int] = []
     for kind in KINDS:
         row = torch.randperm(V, generator=generator)[: widths[kind]]
         if kind == "draws":
