@@ -112,9 +112,10 @@ def inherited_stop_ids(folder: Path) -> tuple[int, ...]:
         value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
     except (OSError, ValueError, AttributeError) as error:
         raise InputError(f"{path} can't be read: {error}") from error
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (int(value),)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(type(item) is int and item >= 0 for item in ids):
+        raise InputError(f"{path}: eos_token_id is {value!r}, expected token ids")
+    return tuple(ids)
 
 
 def _provenance(
