@@ -23,7 +23,7 @@ from rollout.kernels.dense_kernels import dense_grads_kernel, dense_stats_kernel
 from rollout.kernels.head_config import DENSE_BLOCK_ELEMENTS
 from rollout.kernels.launch import Impl, choose_impl
 from rollout.kernels.matmul import add_matmul_fp32, matmul_fp32, vocab_blocks
-from rollout.kernels.support_head import check_arguments, entry_rows
+from rollout.kernels.support_rows import check_arguments, entry_rows
 
 # N rows, E entries of all rows, V vocabulary, H hidden size
 

@@ -193,6 +193,7 @@ def dense_grads_kernel(
 @triton.jit
 def pick_entries_kernel(
     logits_ptr,
+    rows_ptr,
     ids_ptr,
     offsets_ptr,
     scale_ptr,
@@ -201,10 +202,11 @@ def pick_entries_kernel(
     num_ids,
     BLOCK: tl.constexpr,
 ):
-    """Read the logits of the entries that a block holds.
+    """Read the logits of the entries that a block holds, in some rows of a batch.
 
     Args:
         logits_ptr: [R, C] fp32 dot products.
+        rows_ptr: [R] int64, the rows; what follows is of the whole batch.
         ids_ptr: [E] int32 or int64.
         offsets_ptr: [R + 1] int64.
         scale_ptr: [R] fp32 inverse temperatures.
@@ -213,7 +215,8 @@ def pick_entries_kernel(
         num_ids: C.
         BLOCK: entries of one step.
     """
-    row = tl.program_id(0).to(tl.int64)
+    slot = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + slot)
     scale = tl.load(scale_ptr + row)
     start = tl.load(offsets_ptr + row) + tl.program_id(1) * BLOCK
     end = tl.load(offsets_ptr + row + 1)
@@ -221,13 +224,14 @@ def pick_entries_kernel(
         entry = begin + tl.arange(0, BLOCK).to(tl.int64)
         place = tl.load(ids_ptr + entry, mask=entry < end, other=-1).to(tl.int64) - first_id
         here = (entry < end) & (place >= 0) & (place < num_ids)
-        z = tl.load(logits_ptr + row * num_ids + place, mask=here, other=0.0)
+        z = tl.load(logits_ptr + slot * num_ids + place, mask=here, other=0.0)
         tl.store(entry_logits_ptr + entry, z * scale, mask=here)
 
 
 @triton.jit
 def scatter_entries_kernel(
     coefficients_ptr,
+    rows_ptr,
     ids_ptr,
     offsets_ptr,
     grads_ptr,
@@ -235,10 +239,11 @@ def scatter_entries_kernel(
     num_ids,
     BLOCK: tl.constexpr,
 ):
-    """Add the gradients of the entries that a block holds to it.
+    """Add the gradients of the entries that a block holds to it, in some rows of a batch.
 
     Args:
         coefficients_ptr: [E] fp32 gradients of the dot products.
+        rows_ptr: [R] int64, the rows; the other inputs are of the whole batch.
         ids_ptr: [E] int32 or int64.
         offsets_ptr: [R + 1] int64.
         grads_ptr: [R, C] fp32, zeros before.
@@ -246,7 +251,8 @@ def scatter_entries_kernel(
         num_ids: C.
         BLOCK: entries of one step.
     """
-    row = tl.program_id(0).to(tl.int64)
+    slot = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + slot)
     start = tl.load(offsets_ptr + row) + tl.program_id(1) * BLOCK
     end = tl.load(offsets_ptr + row + 1)
     for begin in range(start, end, tl.num_programs(1) * BLOCK):
@@ -254,4 +260,4 @@ def scatter_entries_kernel(
         place = tl.load(ids_ptr + entry, mask=entry < end, other=-1).to(tl.int64) - first_id
         here = (entry < end) & (place >= 0) & (place < num_ids)
         grad = tl.load(coefficients_ptr + entry, mask=here, other=0.0)
-        tl.atomic_add(grads_ptr + row * num_ids + place, grad, mask=here)
+        tl.atomic_add(grads_ptr + slot * num_ids + place, grad, mask=here)

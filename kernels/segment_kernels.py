@@ -305,6 +305,7 @@ def segment_sum_kernel(
     HAS_TILES: tl.constexpr,
     HAS_BASE: tl.constexpr,
     HAS_SKIP: tl.constexpr,
+    ADDS_IDS: tl.constexpr,
     TILE: tl.constexpr,
     UNROLL: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -335,6 +336,7 @@ def segment_sum_kernel(
         HAS_TILES: whether a segment can have more than TILE entries.
         HAS_BASE: whether there is a base.
         HAS_SKIP: whether there is a skip list.
+        ADDS_IDS: whether the second matrix' sums are added to what `id_out_ptr` holds.
         TILE: entries of a tile.
         UNROLL: gathered rows in flight.
         BLOCK_H: columns of one program.
@@ -368,6 +370,12 @@ def segment_sum_kernel(
         segment = place - num_row_segments
         if HAS_SKIP and tl.load(id_skip_ptr + segment) >= 0:
             return
+        if ADDS_IDS:
+            if tl.load(id_offsets_ptr + segment) == tl.load(id_offsets_ptr + segment + 1):
+                return
+            total = tl.load(
+                id_out_ptr + segment * WIDTH + column, mask=column < WIDTH, other=0.0
+            ).to(tl.float32)
         _sum_segment(
             total,
             id_out_ptr,

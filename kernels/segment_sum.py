@@ -52,6 +52,7 @@ def segment_sums(
     num_rows: int,
     row_base: torch.Tensor | None = None,  # [S, H]
     id_skip: torch.Tensor | None = None,  # [S]
+    adds_ids: bool = False,
 ) -> None:
     """Write the sums of one or two matrices of the same H and dtype.
 
@@ -63,6 +64,7 @@ def segment_sums(
         num_rows: N, which bounds the extra memory.
         row_base: fp32 contiguous, added to the first matrix' sums.
         id_skip: int32; segments of the second matrix with a value of 0 or more stay unwritten.
+        adds_ids: add the second matrix' sums to its `out`.
     """
     sums = [one for one in (by_row, by_id) if one is not None]
     if not sums:
@@ -130,6 +132,7 @@ def segment_sums(
         HAS_TILES=num_tiles > 0,
         HAS_BASE=row_base is not None,
         HAS_SKIP=id_skip is not None,
+        ADDS_IDS=adds_ids,
         TILE=tile,
         UNROLL=SUM_UNROLL,
         BLOCK_H=block,

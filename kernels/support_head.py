@@ -27,8 +27,15 @@ from rollout.kernels.launch import Impl, choose_impl
 from rollout.kernels.segment_sum import SegmentSum, segment_sums
 from rollout.kernels.support_head_bwd import logit_grads, take
 from rollout.kernels.support_head_fwd import entry_keys, row_softmax, sampled_product
+from rollout.kernels.support_rows import (
+    check_arguments,
+    entry_rows,
+    raise_missing,
+    target_positions,
+)
+from rollout.kernels.wide_rows import wide_grads, wide_logits
 
-# N rows, E entries of all rows, V vocabulary, H hidden size
+# N rows, R wide rows, E entries of all rows, V vocabulary, H hidden size
 
 
 def support_logprobs(
@@ -39,6 +46,7 @@ def support_logprobs(
     target_ids: torch.Tensor,  # [N]
     inverse_temperature: torch.Tensor,  # [N]
     *,
+    wide_rows: torch.Tensor | None = None,  # [R]
     check_targets: bool | None = None,
     impl: Impl | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,6 +62,8 @@ def support_logprobs(
         support_offsets: [N + 1] int64, ascending from 0 to E.
         target_ids: [N] int64, the sampled ids; ignored in rows with an empty support.
         inverse_temperature: [N] fp32, 1 / T of each row.
+        wide_rows: [R] int64 from `find_wide_rows`, rows that are cheaper by a product with the
+            whole weight; it changes the cost and no result.
         check_targets: raise when a target is missing from its support. Unset, it is done on the CPU
             only, because on CUDA it waits for the device; there a missing target makes its own
             log-probability NaN, and `missing_targets` finds the rows without a wait.
@@ -75,7 +85,7 @@ def support_logprobs(
     arguments = hidden, weight, support_ids, support_offsets, target_ids, inverse_temperature
     if choose_impl(hidden, impl) == "reference":
         return support_logprobs_reference(*arguments)
-    targets, logprobs = _SupportLogprobs.apply(*arguments)
+    targets, logprobs = _SupportLogprobs.apply(*arguments, wide_rows)
     return targets, logprobs
 
 
@@ -122,159 +132,6 @@ def support_logprobs_reference(
     return targets.index_put((found,), logprobs[positions[found]]), logprobs
 
 
-def entry_rows(
-    support_offsets: torch.Tensor,  # [N + 1]
-    num_entries: int,
-) -> torch.Tensor:
-    """Return the row of every entry of a CSR matrix, without waiting for the device.
-
-    Args:
-        support_offsets: [N + 1] int64.
-        num_entries: E.
-
-    Returns:
-        [E] int64.
-    """
-    rows = torch.arange(support_offsets.shape[0] - 1, device=support_offsets.device)
-    return rows.repeat_interleave(support_offsets.diff(), output_size=num_entries)
-
-
-def target_positions(
-    support_ids: torch.Tensor,  # [E]
-    support_offsets: torch.Tensor,  # [N + 1]
-    target_ids: torch.Tensor,  # [N]
-) -> torch.Tensor:
-    """Return the first entry of each row that names the row's target, or -1.
-
-    Args:
-        support_ids: [E] int32 or int64.
-        support_offsets: [N + 1] int64.
-        target_ids: [N] int64.
-
-    Returns:
-        [N] int64 positions into the entries; -1 where the support is empty or lacks the target.
-    """
-    num_entries = support_ids.shape[0]
-    rows = entry_rows(support_offsets, num_entries)
-    entries = torch.arange(num_entries, device=support_ids.device)
-    entries = torch.where(support_ids == target_ids[rows], entries, num_entries)
-    first = torch.full_like(target_ids, num_entries, dtype=torch.int64)
-    first = first.scatter_reduce(0, rows, entries, "amin")
-    return torch.where(first == num_entries, -1, first)
-
-
-def missing_targets(
-    support_ids: torch.Tensor,  # [E]
-    support_offsets: torch.Tensor,  # [N + 1]
-    target_ids: torch.Tensor,  # [N]
-) -> torch.Tensor:
-    """Return which rows have a support that lacks their target, without waiting for the device.
-
-    Args:
-        support_ids: [E] int32 or int64.
-        support_offsets: [N + 1] int64.
-        target_ids: [N] int64.
-
-    Returns:
-        [N] bool; False in rows with an empty support.
-    """
-    positions = target_positions(support_ids, support_offsets, target_ids)
-    return (support_offsets.diff() > 0) & (positions < 0)
-
-
-def raise_missing(
-    support_ids: torch.Tensor, support_offsets: torch.Tensor, target_ids: torch.Tensor
-) -> None:
-    """Raise on the first row whose support lacks its target; waits for the device.
-
-    Args:
-        support_ids: [E] int32 or int64.
-        support_offsets: [N + 1] int64.
-        target_ids: [N] int64.
-
-    Raises:
-        ValueError: there is such a row.
-    """
-    missing = missing_targets(support_ids, support_offsets, target_ids).nonzero()
-    if missing.numel():
-        row = int(missing[0, 0])
-        raise ValueError(
-            f"row {row}: target id {int(target_ids[row])} is not in its support, expected every "
-            f"sampled id in its own support ({missing.shape[0]} such rows); exclude these rows or "
-            "check that targets and supports are aligned"
-        )
-
-
-def check_arguments(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    support_ids: torch.Tensor,
-    support_offsets: torch.Tensor,
-    target_ids: torch.Tensor,
-    inverse_temperature: torch.Tensor,
-) -> None:
-    """Check what every head takes, without waiting for a device.
-
-    Args:
-        hidden: [N, H] float.
-        weight: [V, H], the dtype of `hidden`.
-        support_ids: [E] int32 or int64.
-        support_offsets: [N + 1] int64.
-        target_ids: [N] int64.
-        inverse_temperature: [N].
-
-    Raises:
-        ValueError: shapes, dtypes, devices or (on the CPU) values are wrong.
-    """
-    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}, expected [N, H] and "
-            "[V, H]"
-        )
-    if hidden.dtype != weight.dtype or not hidden.dtype.is_floating_point:
-        raise ValueError(
-            f"hidden is {hidden.dtype} and weight {weight.dtype}, expected one floating dtype; "
-            "cast one of them"
-        )
-    num_rows = hidden.shape[0]
-    for name, tensor, length in (
-        ("support_offsets", support_offsets, num_rows + 1),
-        ("target_ids", target_ids, num_rows),
-        ("inverse_temperature", inverse_temperature, num_rows),
-        ("support_ids", support_ids, support_ids.numel()),
-    ):
-        if list(tensor.shape) != [length]:
-            raise ValueError(f"{name} is {list(tensor.shape)}, expected [{length}]")
-        if tensor.device != hidden.device:
-            raise ValueError(f"{name} is on {tensor.device}, expected {hidden.device} as hidden")
-    if weight.device != hidden.device:
-        raise ValueError(f"weight is on {weight.device}, expected {hidden.device} as hidden")
-    for name, tensor, allowed in (
-        ("support_ids", support_ids, (torch.int32, torch.int64)),
-        ("support_offsets", support_offsets, (torch.int64,)),
-        ("target_ids", target_ids, (torch.int64,)),
-    ):
-        if tensor.dtype not in allowed:
-            raise ValueError(f"{name} is {tensor.dtype}, expected {' or '.join(map(str, allowed))}")
-    if hidden.device.type == "cpu":
-        _check_values(support_ids, support_offsets, weight.shape[0])
-
-
-def _check_values(support_ids: torch.Tensor, support_offsets: torch.Tensor, vocab: int) -> None:
-    """Raise ValueError for offsets that are no CSR and ids out of the vocabulary."""
-    num_entries = support_ids.shape[0]
-    ends = int(support_offsets[0]), int(support_offsets[-1])
-    if ends != (0, num_entries) or bool((support_offsets.diff() < 0).any()):
-        raise ValueError(
-            f"support_offsets run from {ends[0]} to {ends[1]}, expected ascending from 0 to "
-            f"{num_entries}"
-        )
-    if num_entries:
-        low, high = int(support_ids.min()), int(support_ids.max())
-        if low < 0 or high >= vocab:
-            raise ValueError(f"support_ids span [{low}, {high}], expected ids in [0, {vocab})")
-
-
 class _SupportLogprobs(torch.autograd.Function):
     """The Triton path of `support_logprobs`."""
 
@@ -287,14 +144,19 @@ class _SupportLogprobs(torch.autograd.Function):
         support_offsets: torch.Tensor,
         target_ids: torch.Tensor,
         inverse_temperature: torch.Tensor,
+        wide_rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the log-probabilities; keep O(E) integers for the backward."""
         hidden, weight = _unit_stride(hidden), _unit_stride(weight)
         (num_rows, width), vocab = hidden.shape, weight.shape[0]
         support_ids, support_offsets = support_ids.contiguous(), support_offsets.contiguous()
         scale = inverse_temperature.float().contiguous()
+        wide = None
+        if wide_rows is not None:
+            wide = torch.zeros(num_rows, dtype=torch.int8, device=hidden.device)
+            wide.index_fill_(0, wide_rows, 1)
         rows, keys, positions = entry_keys(
-            support_ids, support_offsets, target_ids.contiguous(), vocab
+            support_ids, support_offsets, target_ids.contiguous(), vocab, wide
         )
         logprobs = torch.empty(keys.shape[0], dtype=torch.float32, device=hidden.device)
         order: IdOrder | None = None
@@ -306,13 +168,31 @@ class _SupportLogprobs(torch.autograd.Function):
                 hidden, weight, keys, rows, support_offsets, scale, logprobs, order, block
             )
             sampled_product(
-                hidden, weight, keys, rows, scale, logprobs, order=order, slots=hot.slots
+                hidden,
+                weight,
+                keys,
+                rows,
+                scale,
+                logprobs,
+                listed=hot.cold_entries,
+                count=hot.cold_offsets[-1:],
             )
         else:
             sampled_product(hidden, weight, keys, rows, scale, logprobs)
+        if wide_rows is not None:
+            wide_logits(hidden, weight, wide_rows, support_ids, support_offsets, scale, logprobs)
         targets = row_softmax(logprobs, support_offsets, positions)
         ctx.save_for_backward(
-            hidden, weight, support_offsets, scale, rows, keys, positions, logprobs
+            hidden,
+            weight,
+            support_offsets,
+            scale,
+            rows,
+            keys,
+            positions,
+            logprobs,
+            wide_rows,
+            None if wide_rows is None else support_ids,
         )
         ctx.order, ctx.hot = order, hot
         ctx.set_materialize_grads(False)
@@ -327,8 +207,9 @@ class _SupportLogprobs(torch.autograd.Function):
         grad_hidden: torch.Tensor | None = None
         grad_weight: torch.Tensor | None = None
         if grad_targets is None and grad_entries is None:
-            return None, None, None, None, None, None
-        hidden, weight, offsets, scale, rows, keys, positions, logprobs = ctx.saved_tensors
+            return (None,) * 7
+        hidden, weight, offsets, scale, rows, keys, positions, logprobs = ctx.saved_tensors[:8]
+        wide_rows, ids = ctx.saved_tensors[8:]
         coefficients = logit_grads(
             logprobs,
             None if grad_entries is None else grad_entries.contiguous(),
@@ -342,20 +223,31 @@ class _SupportLogprobs(torch.autograd.Function):
         base: torch.Tensor | None = None
         by_row: SegmentSum | None = None
         by_id: SegmentSum | None = None
-        if ctx.needs_input_grad[1]:
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        if needs_weight:
+            grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        wide_hidden: torch.Tensor | None = None
+        if wide_rows is not None:
+            wide_hidden = wide_grads(
+                hidden,
+                weight,
+                wide_rows,
+                ids,
+                offsets,
+                coefficients,
+                grad_weight,
+                needs_hidden=needs_hidden,
+            )
+        if grad_weight is not None:
             order = sort_by_id(keys, weight.shape[0]) if order is None else order
             sorted_rows, sorted_grads = take(order.entries, order.offsets, rows, coefficients)
-            grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
             if hot is not None:
-                base, grad_weight[hot.ids] = hot_grads(
-                    hidden,
-                    weight,
-                    sorted_grads,
-                    sorted_rows,
-                    order,
-                    hot,
-                    needs_hidden=ctx.needs_input_grad[0],
+                base, hot_rows = hot_grads(
+                    hidden, weight, sorted_grads, sorted_rows, order, hot, needs_hidden=needs_hidden
                 )
+                if wide_rows is not None:
+                    hot_rows += grad_weight[hot.ids]
+                grad_weight[hot.ids] = hot_rows
             by_id = SegmentSum(
                 source=hidden,
                 index=sorted_rows,
@@ -363,16 +255,17 @@ class _SupportLogprobs(torch.autograd.Function):
                 offsets=order.offsets,
                 out=grad_weight,
             )
-        if ctx.needs_input_grad[0]:
+        if needs_hidden:
+            by_row_offsets = offsets
             if hot is not None:
-                offsets = hot.cold_offsets
-                keys, coefficients = take(hot.cold_entries, offsets, keys, coefficients)
+                by_row_offsets = hot.cold_offsets
+                keys, coefficients = take(hot.cold_entries, by_row_offsets, keys, coefficients)
             grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
             by_row = SegmentSum(
                 source=weight,
                 index=keys,
                 coefficients=coefficients,
-                offsets=offsets,
+                offsets=by_row_offsets,
                 out=grad_hidden,
             )
         segment_sums(
@@ -381,8 +274,11 @@ class _SupportLogprobs(torch.autograd.Function):
             num_rows=hidden.shape[0],
             row_base=base,
             id_skip=None if hot is None else hot.slots,
+            adds_ids=wide_rows is not None,
         )
-        return grad_hidden, grad_weight, None, None, None, None
+        if grad_hidden is not None and wide_hidden is not None:
+            grad_hidden.index_copy_(0, wide_rows, wide_hidden)
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
 def _unit_stride(matrix: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from rollout.kernels.head_config import DOT_TILE, DOT_WARPS, ENTRY_BLOCK, row_blocks, width_block
-from rollout.kernels.id_order import IdOrder
 
 # N rows, E entries of all rows, V vocabulary, H hidden size
 
@@ -22,6 +21,7 @@ def _entry_keys_kernel(
     ids_ptr,
     offsets_ptr,
     targets_ptr,
+    wide_ptr,
     rows_ptr,
     keys_ptr,
     positions_ptr,
@@ -29,6 +29,7 @@ def _entry_keys_kernel(
     num_rows,
     vocab,
     search_steps,
+    HAS_WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -47,7 +48,10 @@ def _entry_keys_kernel(
     target = tl.load(targets_ptr + low, mask=inside, other=-2)
     tl.atomic_min(positions_ptr + low, entry, mask=inside & (ids == target))
     # the key of an entry that needs no work, or can't have any, lies behind the vocabulary
-    keys = tl.where((end - start == 1) | (ids < 0) | (ids >= vocab), vocab, ids)
+    none = (end - start == 1) | (ids < 0) | (ids >= vocab)
+    if HAS_WIDE:
+        none = none | (tl.load(wide_ptr + low, mask=inside, other=0) != 0)
+    keys = tl.where(none, vocab, ids)
     tl.store(rows_ptr + entry, low, mask=inside)
     tl.store(keys_ptr + entry, keys.to(tl.int32), mask=inside)
 
@@ -58,9 +62,8 @@ def _dot_kernel(
     weight_ptr,
     keys_ptr,
     rows_ptr,
-    order_ptr,
+    list_ptr,
     count_ptr,
-    slots_ptr,
     scale_ptr,
     logits_ptr,
     hidden_stride,
@@ -70,55 +73,46 @@ def _dot_kernel(
     WIDTH: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    HAS_ORDER: tl.constexpr,
+    HAS_LIST: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
     entry = place
     inside = place < num_entries
-    if HAS_ORDER:
-        inside = place < tl.load(count_ptr)
-        entry = tl.load(order_ptr + place, mask=inside, other=0).to(tl.int64)
-    key = tl.load(keys_ptr + entry, mask=inside, other=vocab).to(tl.int64)
-    if HAS_ORDER:
-        # entries of the dense block have their logits already
-        inside = inside & (tl.load(slots_ptr + key, mask=key < vocab, other=0) < 0)
-        if tl.max(inside.to(tl.int32), 0) == 0:
+    if HAS_LIST:
+        count = tl.load(count_ptr)
+        if tl.program_id(0).to(tl.int64) * BLOCK_E >= count:
             return
+        inside = place < count
+        entry = tl.load(list_ptr + place, mask=inside, other=0).to(tl.int64)
+    key = tl.load(keys_ptr + entry, mask=inside, other=vocab).to(tl.int64)
     row = tl.load(rows_ptr + entry, mask=inside, other=0).to(tl.int64)
-    work = inside & (key < vocab)
-    # entries by row share their hidden state, entries by id their row of the weight
-    if HAS_ORDER:
-        shared, shared_ptr, shared_stride = key, weight_ptr, weight_stride
-        other, other_ptr, other_stride = row, hidden_ptr, hidden_stride
-    else:
-        shared, shared_ptr, shared_stride = row, hidden_ptr, hidden_stride
-        other, other_ptr, other_stride = key, weight_ptr, weight_stride
-    low = tl.min(tl.where(work, shared, 1 << 40))
-    high = tl.max(tl.where(work, shared, 0))
+    work = key < vocab
+    low = tl.min(tl.where(inside, row, 1 << 40))
+    high = tl.max(tl.where(inside, row, 0))
     # [BLOCK_E, BLOCK_H], summed over its columns only once
     total = tl.zeros((BLOCK_E, BLOCK_H), tl.float32)
     if low == high:
         for begin in tl.static_range(0, WIDTH, BLOCK_H):
             column = begin + tl.arange(0, BLOCK_H)
             known = column < WIDTH
-            a = tl.load(shared_ptr + low * shared_stride + column, mask=known, other=0.0)
-            b = tl.load(
-                other_ptr + other[:, None] * other_stride + column[None, :],
+            h = tl.load(hidden_ptr + low * hidden_stride + column, mask=known, other=0.0)
+            w = tl.load(
+                weight_ptr + key[:, None] * weight_stride + column[None, :],
                 mask=work[:, None] & known[None, :],
                 other=0.0,
             )
-            total += b.to(tl.float32) * a.to(tl.float32)[None, :]
+            total += w.to(tl.float32) * h.to(tl.float32)[None, :]
     else:
         for begin in range(0, WIDTH, BLOCK_H):
             column = begin + tl.arange(0, BLOCK_H)
             mask = work[:, None] & (column < WIDTH)[None, :]
-            a = tl.load(
-                shared_ptr + shared[:, None] * shared_stride + column[None, :], mask=mask, other=0.0
+            h = tl.load(
+                hidden_ptr + row[:, None] * hidden_stride + column[None, :], mask=mask, other=0.0
             )
-            b = tl.load(
-                other_ptr + other[:, None] * other_stride + column[None, :], mask=mask, other=0.0
+            w = tl.load(
+                weight_ptr + key[:, None] * weight_stride + column[None, :], mask=mask, other=0.0
             )
-            total += b.to(tl.float32) * a.to(tl.float32)
+            total += w.to(tl.float32) * h.to(tl.float32)
     scale = tl.load(scale_ptr + row, mask=inside, other=1.0)
     # an id out of the vocabulary is read as nothing and shows as NaN; a lone entry is never read
     logits = tl.where(work, tl.sum(total, 1) * scale, float("nan"))
@@ -177,6 +171,7 @@ def entry_keys(
     support_offsets: torch.Tensor,  # [N + 1]
     target_ids: torch.Tensor,  # [N]
     vocab: int,
+    wide: torch.Tensor | None = None,  # [N]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return each entry's row and key and each row's target position.
 
@@ -185,10 +180,11 @@ def entry_keys(
         support_offsets: [N + 1] int64.
         target_ids: [N] int64.
         vocab: V.
+        wide: [N] int8, not 0 in rows that are done by the product with the whole weight.
 
     Returns:
         rows: [E] int32.
-        keys: [E] int32, the id; V for the entry of a single-entry row and for an id out of [0, V).
+        keys: [E] int32, the id; V in single-entry and wide rows and for an id out of [0, V).
         positions: [N] int64, the first entry that names the target; E where there is none.
     """
     num_rows, num_entries = target_ids.shape[0], support_ids.shape[0]
@@ -200,6 +196,7 @@ def entry_keys(
             support_ids,
             support_offsets,
             target_ids,
+            wide,
             rows,
             keys,
             positions,
@@ -207,6 +204,7 @@ def entry_keys(
             num_rows,
             vocab,
             num_rows.bit_length(),
+            HAS_WIDE=wide is not None,
             BLOCK=ENTRY_BLOCK,
         )
     return rows, keys, positions
@@ -219,13 +217,10 @@ def sampled_product(
     rows: torch.Tensor,  # [E]
     inverse_temperature: torch.Tensor,  # [N]
     logits: torch.Tensor,  # [E]
-    order: IdOrder | None = None,
-    slots: torch.Tensor | None = None,  # [V]
+    listed: torch.Tensor | None = None,  # [E]
+    count: torch.Tensor | None = None,  # [1]
 ) -> None:
-    """Write the scaled dot product of every entry into `logits`.
-
-    In the order of ids the weight is read once and the hidden states, which are fewer, are gathered
-    from the cache.
+    """Write the scaled dot product of every entry, or of the listed ones, into `logits`.
 
     Args:
         hidden: [N, H] bf16, fp16 or fp32, unit stride along H.
@@ -233,9 +228,9 @@ def sampled_product(
         keys: [E] int32 from `entry_keys`.
         rows: [E] int32 from `entry_keys`.
         inverse_temperature: [N] fp32.
-        logits: [E] fp32, written; NaN where the key is V, unless there is an order.
-        order: of the entries by id; in the order of rows when None.
-        slots: [V] int32, with an order: ids of 0 or more are left out.
+        logits: [E] fp32, written; NaN where the key is V.
+        listed: [E] int32, the entries to do, ascending; all when None.
+        count: [1] int64, how many of them there are, on the device.
     """
     num_entries, (vocab, width) = keys.shape[0], weight.shape
     if not num_entries:
@@ -245,9 +240,8 @@ def sampled_product(
         weight,
         keys,
         rows,
-        None if order is None else order.entries,
-        None if order is None else order.offsets[-1:],
-        slots,
+        listed,
+        count,
         inverse_temperature,
         logits,
         hidden.stride(0),
@@ -257,7 +251,7 @@ def sampled_product(
         WIDTH=width,
         BLOCK_E=DOT_TILE,
         BLOCK_H=width_block(width, 256),
-        HAS_ORDER=order is not None,
+        HAS_LIST=listed is not None,
         num_warps=DOT_WARPS,
     )
 

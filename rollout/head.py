@@ -1,6 +1,6 @@
 """The output head of a mixed batch: every row takes the cheapest exact path.
 
-A row of an exact support is normalised over it: by gathering the weight rows that it names, or, if
+A row of an exact support takes the sparse head: by gathering the weight rows that it names, or, if
 it names a good part of the vocabulary, by a product with all of them of which only the named
 logits are read. A recorded head, or no support at all, needs the normaliser of the whole
 vocabulary, from the chunked dense head. Draws need it too, unless the loss weighs every candidate
@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from rollout.kernels.dense_head import dense_logprobs
-from rollout.kernels.head_config import WIDE_SHARE
 from rollout.kernels.support_head import support_logprobs
-from rollout.kernels.wide_head import wide_support_logprobs
+from rollout.kernels.wide_rows import find_wide_rows
 
 # N rows, E entries of all rows, V vocabulary, H hidden size, R rows and P places of one path
 
@@ -65,13 +64,13 @@ class HeadPlan:
     """Which path each row of a batch takes."""
 
     sparse: PathRows | None
-    """Rows by their named weight rows; None for no such row, or for all rows of the batch."""
-    wide: PathRows | None
-    """Rows by a product with the whole weight of which the support is read."""
+    """Rows normalised over their entries; None for no such row, or for all rows of the batch."""
+    wide_rows: Tensor | None
+    """[W] int64, those of the R sparse rows that are cheaper by a product with the whole weight."""
     dense: PathRows | None
     """Rows normalised over the vocabulary."""
     all_sparse: bool
-    """Whether every row is a sparse one, so that nothing need be selected."""
+    """Whether every row is a sparse one as it stands, so that nothing need be selected."""
     is_normalised: Tensor
     """[N] bool, False where the row's log-probabilities are off by one constant."""
 
@@ -86,7 +85,7 @@ class HeadPlan:
         """
         return HeadPlan(
             sparse=self.sparse and self.sparse.to(device),
-            wide=self.wide and self.wide.to(device),
+            wide_rows=None if self.wide_rows is None else self.wide_rows.to(device),
             dense=self.dense and self.dense.to(device),
             all_sparse=self.all_sparse,
             is_normalised=self.is_normalised.to(device, non_blocking=True),
@@ -154,16 +153,17 @@ def plan_head(
     exact = support_valid & ~support_is_samples & (sampler_tail_mass == 0) & needed
     draws = support_valid & support_is_samples & needed
     cancels = draws if normaliser == "cancels" else torch.zeros_like(draws)
-    wide = exact & (lengths * WIDE_SHARE > vocab_size) & (weight_dtype.itemsize == 2)
-    sparse = (exact & ~wide) | cancels
-    dense = needed & ~exact & ~cancels
+    sparse = exact | cancels
     all_sparse = bool(sparse.all()) and not bool(cancels.any())
     counts = torch.where(support_valid, lengths, 0)
     starts = support_offsets[:-1]
+    by_entries = None if all_sparse else _path_rows(sparse, starts, counts, cancels)
+    offsets = support_offsets if by_entries is None else by_entries.offsets
+    wide_rows = find_wide_rows(offsets, vocab_size, weight_dtype)
     return HeadPlan(
-        sparse=None if all_sparse else _path_rows(sparse, starts, counts, cancels),
-        wide=_path_rows(wide, starts, counts, cancels),
-        dense=_path_rows(dense, starts, counts, torch.zeros_like(cancels)),
+        sparse=by_entries,
+        wide_rows=wide_rows if wide_rows.numel() else None,
+        dense=_path_rows(needed & ~sparse, starts, counts, torch.zeros_like(cancels)),
         all_sparse=all_sparse,
         is_normalised=~cancels,
     )
@@ -200,7 +200,13 @@ def head_logprobs(
     inverse = torch.where(temperature > 0, temperature, 1.0).reciprocal()
     if plan.all_sparse:
         targets, entries = support_logprobs(
-            hidden, weight, support_ids, support_offsets, target_ids, inverse
+            hidden,
+            weight,
+            support_ids,
+            support_offsets,
+            target_ids,
+            inverse,
+            wide_rows=plan.wide_rows,
         )
         return HeadOutput(
             target_logprobs=targets,
@@ -212,7 +218,7 @@ def head_logprobs(
     targets = hidden.new_zeros(target_ids.shape, dtype=dtype)
     entries = hidden.new_zeros(support_ids.shape, dtype=dtype)
     tail_mass = torch.zeros_like(targets)
-    for name, path in (("sparse", plan.sparse), ("wide", plan.wide), ("dense", plan.dense)):
+    for path in (plan.sparse, plan.dense):
         if path is None:
             continue
         arguments = (
@@ -223,14 +229,12 @@ def head_logprobs(
             target_ids[path.rows],
             inverse[path.rows],
         )
-        if name == "dense":
+        if path is plan.dense:
             dense = dense_logprobs(*arguments)
             path_targets, path_entries = dense.targets, dense.entries
             tail_mass = tail_mass.index_copy(0, path.rows, dense.tail.exp())
-        elif name == "wide":
-            path_targets, path_entries = wide_support_logprobs(*arguments)
         else:
-            path_targets, path_entries = support_logprobs(*arguments)
+            path_targets, path_entries = support_logprobs(*arguments, wide_rows=plan.wide_rows)
         targets = targets.index_copy(0, path.rows, path_targets)
         if path.target_places.numel():
             path_entries = path_entries.index_select(0, path.entry_places)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
 from rollout.head import HeadOutput, HeadPlan, Normaliser, head_logprobs, plan_head
+from rollout.kernels.wide_rows import find_wide_rows
 
 V, H = 400, 16
 KINDS = ["exact", "head", "draws", "none", "greedy", "wide", "exact", "draws", "masked"]
@@ -151,14 +150,22 @@ def test_o16_centered_draws_are_free_of_the_normaliser() -> None:
 def test_rows_take_the_cheapest_exact_path() -> None:
     made = plan(make_batch(), "cancels")
     assert made.sparse is not None
-    assert made.wide is not None
+    assert made.wide_rows is not None
     assert made.dense is not None
-    assert [KINDS[i] for i in made.sparse.rows] == ["exact", "draws", "greedy", "exact", "draws"]
-    assert [KINDS[i] for i in made.wide.rows] == ["wide"]
+    sparse = [KINDS[i] for i in made.sparse.rows]
+    assert sparse == ["exact", "draws", "greedy", "wide", "exact", "draws"]
+    assert [sparse[i] for i in made.wide_rows] == ["draws", "wide", "draws"]
     assert [KINDS[i] for i in made.dense.rows] == ["head", "none"]
     needed = plan(make_batch(), "needed")
     assert needed.dense is not None
     assert [KINDS[i] for i in needed.dense.rows] == ["head", "draws", "none", "draws"]
+
+
+def test_32_bit_weights_have_no_wide_rows() -> None:
+    assert find_wide_rows(torch.tensor([0, 300]), 400, torch.bfloat16).tolist() == [0]
+    assert find_wide_rows(torch.tensor([0, 300]), 400, torch.float32).tolist() == []
+    with pytest.raises(ValueError, match="support_offsets are on meta, expected cpu"):
+        find_wide_rows(torch.tensor([0, 300], device="meta"), 400, torch.bfloat16)
 
 
 def test_a_batch_of_exact_rows_selects_nothing() -> None:
@@ -173,7 +180,7 @@ def test_a_batch_of_exact_rows_selects_nothing() -> None:
         weight_dtype=torch.float32,
     )
     assert made.all_sparse
-    assert (made.sparse, made.wide, made.dense) == (None, None, None)
+    assert made.dense is None
     bounds = batch["support_offsets"]
     ids = torch.cat([batch["support_ids"][bounds[r] : bounds[r] + 4] for r in (0, 6)])
     out = head_logprobs(
@@ -209,4 +216,5 @@ def test_a_plan_moves_as_a_whole() -> None:
     assert made.is_normalised.device.type == "meta"
     assert made.dense is not None
     assert made.dense.entries.device.type == "meta"
-    assert replace(made, wide=None).wide is None
+    assert made.wide_rows is not None
+    assert made.wide_rows.device.type == "meta"

@@ -9,11 +9,8 @@ import torch
 from head_cases import HeadCase, make_case, run_with_grads, support_oracle
 from torch import Tensor
 
-from rollout.kernels.support_head import (
-    missing_targets,
-    support_logprobs,
-    support_logprobs_reference,
-)
+from rollout.kernels.support_head import support_logprobs, support_logprobs_reference
+from rollout.kernels.support_rows import missing_targets
 
 LENGTHS = [
     pytest.param([3, 1, 0, 17, 97, 2, 1], id="mixed"),

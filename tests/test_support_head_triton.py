@@ -19,7 +19,6 @@ from head_cases import (
 from rollout.kernels import head_config, support_head
 from rollout.kernels.segment_sum import segment_sums
 from rollout.kernels.support_head import support_logprobs
-from rollout.kernels.wide_head import wide_support_logprobs
 
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 LENGTHS = [
@@ -67,7 +66,9 @@ def sparse(case: HeadCase) -> Outputs:
 
 
 def wide(case: HeadCase) -> Outputs:
-    return wide_support_logprobs(*case.arguments, impl="triton")
+    """Every other row by the product with the whole weight."""
+    rows = torch.arange(0, len(case.targets), 2, device=case.targets.device)
+    return support_logprobs(*case.arguments, impl="triton", check_targets=False, wide_rows=rows)
 
 
 def pulls(case: HeadCase, seed: int = 7) -> list[torch.Tensor]:
@@ -88,7 +89,8 @@ def test_sparse_head_equals_float64(lengths: list[int], dtype: torch.dtype, devi
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_wide_head_equals_float64(lengths: list[int], dtype: torch.dtype, device: str) -> None:
+@pytest.mark.usefixtures("block")
+def test_wide_rows_equal_float64(lengths: list[int], dtype: torch.dtype, device: str) -> None:
     case = make_case(1, lengths, vocab=300, dtype=dtype)
     assert_close_to_oracle(wide, support_oracle, case, dtype, pulls(case), device)
 
@@ -206,17 +208,22 @@ def test_no_sums_are_asked_for() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+@pytest.mark.parametrize("wide_rows", [[], [250, 253]], ids=["no-wide", "wide"])
 @pytest.mark.parametrize("hot", [True, False], ids=["dense-block", "gathered"])
-def test_repeatable_and_free_of_waits_on_cuda(hot: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeatable_and_free_of_waits_on_cuda(
+    hot: bool, wide_rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(support_head, "hot_block", lambda *shape: 64 if hot else 0)
     lengths = [1] * 200 + [300] * 50 + [2000] * 5 + [2] * 300
     case = make_case(11, lengths, vocab=5003, width=264, dtype=torch.bfloat16)
     leaves = case.cast(torch.bfloat16, "cuda")
     grads = [p.float().cuda() for p in pulls(case)]
+    rows = torch.tensor(wide_rows, dtype=torch.int64, device="cuda") if wide_rows else None
     runs = []
     for _ in range(3):
         torch.cuda.set_sync_debug_mode("error")
-        torch.autograd.backward(support_logprobs(*leaves.arguments), grads)
+        torch.autograd.backward(support_logprobs(*leaves.arguments, wide_rows=rows), grads)
         torch.cuda.set_sync_debug_mode("default")
         assert leaves.hidden.grad is not None
         assert leaves.weight.grad is not None

@@ -31,7 +31,7 @@ import triton
 from torch import Tensor
 
 from rollout.head import HeadPlan, head_logprobs, plan_head
-from rollout.kernels.support_head import entry_rows
+from rollout.kernels.support_rows import entry_rows
 
 TOKENS = 16_384
 VOCAB = 151_936
