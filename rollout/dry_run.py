@@ -43,9 +43,11 @@ def describe_job(config: JobConfig) -> str:
         ),
         "first prompts": [],
     }
+    stated = config.engine.get("max_model_len")
+    limit = stated if isinstance(stated, int) else None
     rows = read_prompts(config.prompts, config.sampling)
     for row in itertools.islice(rows, _SHOWN_PROMPTS):
-        rendered = job.renderer.render(row, None) if isinstance(row, Prompt) else row
+        rendered = job.renderer.render(row, limit) if isinstance(row, Prompt) else row
         shown: dict[str, Any] = {"line": row.line}
         if isinstance(rendered, Rejection):
             shown["rejected"] = f"{rendered.reason}: {rendered.detail}"

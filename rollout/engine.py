@@ -16,7 +16,7 @@ from typing import Any
 from rollout.capture.request import extra_args
 from rollout.capture.worker_config import CONFIG_KEY
 from rollout.config import CaptureConfig, SamplingConfig
-from rollout.errors import ConfigError, EngineError
+from rollout.errors import ConfigError, EngineError, RolloutError
 from rollout.model_files import ModelFiles
 
 # what the job decides; each would change what is sampled or captured behind its back
@@ -120,6 +120,10 @@ def check_engine_args(args: dict[str, Any]) -> None:
             raise ConfigError(f"engine.{name}: this vLLM has no such argument{hint}")
 
 
+class RequestError(RolloutError, ValueError):
+    """Raised when vLLM refuses one request; others are not affected."""
+
+
 class Engine:
     """One vLLM engine with the capture installed."""
 
@@ -155,6 +159,7 @@ class Engine:
         except Exception as error:  # whatever went wrong at start-up, the engine is not there
             raise EngineError(f"vLLM did not start: {_first_line(error)}") from error
         self._internal: dict[str, str] = {}
+        self._with_text: set[str] = set()
         self.max_model_len: int = self._llm.model_config.max_model_len
         self.max_num_seqs: int = self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
 
@@ -195,6 +200,9 @@ class Engine:
     def add(self, request_id: str, prompt_token_ids: list[int], params: Any) -> str:
         """Queue a request.
 
+        Raises:
+            RequestError: the engine refuses this one.
+
         Args:
             request_id: unique among the requests in flight.
             prompt_token_ids: the prompt.
@@ -203,10 +211,15 @@ class Engine:
         Returns:
             The engine's internal id, by which the capture knows the request.
         """
-        internal: str = self._llm.llm_engine.add_request(
-            request_id, {"prompt_token_ids": prompt_token_ids}, params
-        )
+        try:
+            internal: str = self._llm.llm_engine.add_request(
+                request_id, {"prompt_token_ids": prompt_token_ids}, params
+            )
+        except (ValueError, TypeError) as error:
+            raise RequestError(_first_line(error)) from error
         self._internal[request_id] = internal
+        if params.detokenize:
+            self._with_text.add(request_id)
         return internal
 
     def step(self) -> list[Finished]:
@@ -224,12 +237,14 @@ class Engine:
             if not output.finished:
                 continue
             completion = output.outputs[0]
+            has_text = output.request_id in self._with_text
+            self._with_text.discard(output.request_id)
             stop = completion.stop_reason
             finished.append(
                 Finished(
                     internal_id=self._internal.pop(output.request_id),
                     token_ids=list(completion.token_ids),
-                    text=completion.text or None,
+                    text=completion.text if has_text else None,
                     finish_reason=completion.finish_reason,
                     stop_reason=None if stop is None else str(stop),
                 )
@@ -243,6 +258,7 @@ class Engine:
         self._llm.llm_engine.abort_request(internal_ids, internal=True)
         for name in external:
             del self._internal[name]
+            self._with_text.discard(name)
 
     @property
     def has_unfinished(self) -> bool:
@@ -336,13 +352,18 @@ def _engine_args_class() -> Any:
 def _has_cuda() -> bool:
     import torch
 
-    return torch.cuda.is_available()
+    # unlike is_available, this asks the driver's management library and starts no CUDA context,
+    # which a forked engine process could not use
+    return torch.cuda.device_count() > 0
 
 
 def _set_environment() -> None:
     """Set what must stand before vLLM is imported; what the user has set stays."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # a fused sampler draws from logits that were never masked: the capture can't follow it
+    os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
     if not _has_cuda():
         # one process: three times the start-up otherwise, and no launch thread to keep free
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

@@ -88,12 +88,13 @@ class Finisher:
             metadata=prompt.metadata,
         )
 
-    def rejection(self, request: Request, failure: Failure) -> Rejection:
+    def rejection(self, request: Request, failure: Failure, stage: str) -> Rejection:
         """Describe a rollout that can't be recorded, for the table of rejected rows.
 
         Args:
             request: what was asked.
             failure: why it can't.
+            stage: where it failed, `sample` or `capture`.
         """
         prompt = request.item.prompt
         _log.warning(
@@ -109,7 +110,7 @@ class Finisher:
             sample_index=request.sample_index,
             file=self._job.config.prompts.path,
             line=prompt.line,
-            stage="capture",
+            stage=stage,
             reason=failure.reason,
             detail=failure.detail,
             num_prompt_tokens=len(request.prompt_token_ids),

@@ -14,7 +14,7 @@ from rollout.capture import request as kinds
 from rollout.committer import Committer
 from rollout.config import SamplingConfig
 from rollout.dataset import DatasetWriter
-from rollout.engine import Engine, Finished, sampling_params
+from rollout.engine import Engine, Finished, RequestError, sampling_params
 from rollout.engine_start import LazyEngine
 from rollout.finish import Finisher, Request
 from rollout.progress import Progress
@@ -131,6 +131,7 @@ class Run:
         return Summary(
             prompts_read=stats.prompts + stats.rejected,
             prompts_rejected=stats.rejected + self._rejected_prompts,
+            prompts_truncated=self._job.renderer.truncated,
             rollouts_asked=stats.asked - self._rejected_rollouts,
             rollouts_skipped=stats.already_committed,
             rollouts_committed=commits.rows,
@@ -203,8 +204,10 @@ class Run:
                 yield from self._render(item)
 
     def _render(self, item: Missing) -> Iterator[Request]:
-        engine = self._engine.get()
-        rendered = self._job.renderer.render(item.prompt, engine.max_model_len)
+        # a limit that the job states needs no engine: a finished job with long prompts starts none
+        stated = self._job.config.engine.get("max_model_len")
+        limit = stated if isinstance(stated, int) else self._engine.get().max_model_len
+        rendered = self._job.renderer.render(item.prompt, limit)
         if isinstance(rendered, Rejection):
             self._rejected_prompts += 1
             self._rejected_rollouts += item.prompt.sampling.n
@@ -229,7 +232,12 @@ class Run:
         )
         self._units.start(request.unit)
         name = f"{prompt.key[:16]}-{request.sample_index}"
-        internal = engine.add(name, request.prompt_token_ids, params)
+        try:
+            internal = engine.add(name, request.prompt_token_ids, params)
+        except RequestError as error:
+            failure = Failure(request_id=name, reason="request_refused", detail=str(error))
+            self._fail(request, failure, stage="sample")
+            return
         self._in_flight[internal] = request
 
     def _step(self, engine: Engine) -> None:
@@ -274,10 +282,10 @@ class Run:
             self._entries += 0 if row.support_entries is None else row.support_entries.size
             self._units.add(returned.request.unit, row)
 
-    def _fail(self, request: Request, failure: Failure) -> None:
+    def _fail(self, request: Request, failure: Failure, stage: str = "capture") -> None:
         self._failed += 1
         self._reasons[failure.reason] += 1
-        self._units.fail(request.unit, self._finisher.rejection(request, failure))
+        self._units.fail(request.unit, self._finisher.rejection(request, failure, stage))
 
     def _show(self) -> None:
         if self._progress is not None:

@@ -16,6 +16,8 @@ class Summary:
     prompts_read: int = 0
     """Rows of the prompts file, readable or not."""
     prompts_rejected: int = 0
+    prompts_truncated: int = 0
+    """Cut from the left to leave room, as the job asked."""
     rollouts_asked: int = 0
     """Rollouts of the prompts that were not rejected."""
     rollouts_skipped: int = 0
@@ -91,8 +93,9 @@ class Summary:
         """Format for a terminal, at most 100 columns."""
         rate = self.tokens / self.seconds if self.seconds else 0.0
         mean = self.entries / self.tokens if self.tokens else 0.0
+        cut = f", {self.prompts_truncated} truncated" if self.prompts_truncated else ""
         lines = [
-            ("prompts", f"{self.prompts_read} read, {self.prompts_rejected} rejected"),
+            ("prompts", f"{self.prompts_read} read, {self.prompts_rejected} rejected{cut}"),
             (
                 "rollouts",
                 f"{self.rollouts_asked} asked, {self.rollouts_skipped} already there, "

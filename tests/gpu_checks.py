@@ -29,7 +29,12 @@ KINDS: list[dict[str, Any]] = [
     {"top_p": 0.8, "top_k": 50, "temperature": 0.6},
     {"temperature": 0.0, "n": 1},
 ]
-ENGINE = {"max_num_seqs": 64, "kv_cache_memory_bytes": 2 * 2**30, "enforce_eager": True}
+ENGINE = {
+    "max_num_seqs": 64,
+    "kv_cache_memory_bytes": 2 * 2**30,
+    "gpu_memory_utilization": 0.3,  # several checks may share a device
+    "enforce_eager": True,
+}
 
 
 def engine_facts(output: Path) -> dict[str, Any]:
@@ -121,13 +126,13 @@ def alignment(folder: Path) -> None:
             "stop_token_ids": [7],
             "ignore_eos": True,
         },
-        engine={
+        engine=ENGINE
+        | {
             "max_num_seqs": 256,
             "max_model_len": 512,
             "num_gpu_blocks_override": 2500,
             "max_num_batched_tokens": 512,
             "enable_prefix_caching": False,
-            "enforce_eager": True,
         },
         capture={"support_capacity": 2**22},
     )
@@ -224,7 +229,7 @@ def overflow(folder: Path) -> None:
         folder / "out",
         model={"dtype": "bfloat16"},
         sampling={"top_p": 0.9, "max_tokens": 32},
-        capture={"support_capacity": 1000},
+        capture={"support_capacity": 20_000},
         engine=ENGINE,
     )
     summary = generate(job, show_progress=False)

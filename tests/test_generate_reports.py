@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prompts_file(folder: Path, count: int, **extra: Any) -> Path:
     rows = [{"prompt": f"prompt number {i}"} | extra for i in range(count)]
     return write_prompts(folder / "prompts.jsonl", rows)
+
+
+class Float32Head(torch.nn.Module):
+    """A bfloat16 model whose head multiplies in float32: what the engine's own could be."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor) -> SimpleNamespace:
+        hidden = self.model.model(ids).last_hidden_state.float()
+        return SimpleNamespace(logits=hidden @ self.model.lm_head.weight.float().T)
 
 
 def dense_logprobs(model: torch.nn.Module, row: dict[str, Any]) -> torch.Tensor:
@@ -196,7 +209,7 @@ def test_u07_stored_ids_need_no_tokenizer(model: Path, tmp_path: Path) -> None:
 def test_u08_head_and_logits_dtype_are_recorded(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", dtype=torch.bfloat16, tied=True)
     prompts = prompts_file(tmp_path, 32)
-    reference = reference_model(model, torch.float32)
+    reference = Float32Head(reference_model(model, torch.bfloat16))
     facts, gaps = {}, {}
     for name, overrides in {"default": {}, "float32": {"head_dtype": "float32"}}.items():
         out = tmp_path / name
@@ -227,7 +240,7 @@ def test_u08_head_and_logits_dtype_are_recorded(tmp_path: Path) -> None:
     assert facts["default"]["logits_dtype"] == "bfloat16"
     assert facts["float32"]["logits_dtype"] == "float32"
     assert facts["default"]["model_dtype"] == facts["float32"]["model_dtype"] == "bfloat16"
-    assert gaps["float32"] < gaps["default"]
+    assert gaps["float32"] < 0.7 * gaps["default"], gaps
 
 
 def test_u09_long_prompts_are_set_aside(model: Path, tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import urllib.request
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +10,7 @@ from typing import Any
 
 import pytest
 from dataset_tools import data_files, open_writer, rows_of, stored_ids
-from moto.server import ThreadedMotoServer
+from s3_server import s3_server
 from synthetic import make_rejection, plan, realistic_rows
 
 from rollout.dataset import read_dataset
@@ -23,14 +21,8 @@ from rollout.storage import Storage
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    url = f"http://{host}:{port}"
-    urllib.request.urlopen(urllib.request.Request(f"{url}/bucket", method="PUT")).close()
-    yield url
-    server.stop()
+    with s3_server("bucket") as url:
+        yield url
 
 
 def s3_options(endpoint: str, **options: Any) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class CaptureWorkerMixin:
         head = getattr(model, "lm_head", None)
         weight = getattr(head, "weight", None)
         return {
-            "runner": type(self.model_runner).__name__,
+            "runner": "v2" if _is_v2(self.model_runner) else "v1",
             "head_dtype": None if weight is None else str(weight.dtype).removeprefix("torch."),
             "model_dtype": str(self.vllm_config.model_config.dtype).removeprefix("torch."),
             "logits_dtype": self._adapter.logits_dtype,
