@@ -207,7 +207,8 @@ def test_u07_stored_ids_need_no_tokenizer(model: Path, tmp_path: Path) -> None:
 
 
 def test_u08_head_and_logits_dtype_are_recorded(tmp_path: Path) -> None:
-    model = make_tiny_model(tmp_path / "model", dtype=torch.bfloat16, tied=True)
+    # layers that add nothing: engine and reference agree up to the head, whose rounding is tested
+    model = make_tiny_model(tmp_path / "model", dtype=torch.bfloat16, tied=True, body_scale=0.0)
     prompts = prompts_file(tmp_path, 32)
     reference = Float32Head(reference_model(model, torch.bfloat16))
     facts, gaps = {}, {}
@@ -240,7 +241,7 @@ def test_u08_head_and_logits_dtype_are_recorded(tmp_path: Path) -> None:
     assert facts["default"]["logits_dtype"] == "bfloat16"
     assert facts["float32"]["logits_dtype"] == "float32"
     assert facts["default"]["model_dtype"] == facts["float32"]["model_dtype"] == "bfloat16"
-    assert gaps["float32"] < 0.7 * gaps["default"], gaps
+    assert gaps["float32"] < 0.1 * gaps["default"], gaps
 
 
 def test_u09_long_prompts_are_set_aside(model: Path, tmp_path: Path) -> None:

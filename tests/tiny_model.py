@@ -39,6 +39,7 @@ def make_tiny_model(
     *,
     vocab_size: int = 320,
     logit_scale: float = 2.0,
+    body_scale: float = 0.15,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     tied: bool = False,
@@ -72,7 +73,7 @@ def make_tiny_model(
             if "embed" in name or "lm_head" in name:
                 weight.normal_(0.0, logit_scale / config.hidden_size**0.5)
             elif weight.ndim == 2:
-                weight.normal_(0.0, 0.15)
+                weight.normal_(0.0, body_scale)
         if not tied:
             for token, bias in (head_bias or {}).items():
                 model.lm_head.weight[token] = 0.0
