@@ -15,14 +15,37 @@ import torch
 Impl = Literal["triton", "reference"]
 
 GROUP = 32
-"""Consecutive ids that share one word of the mask, one maximum and one sum: the bits of an
-int32."""
+"""Consecutive ids that share one word of the mask, one maximum and one sum."""
 
 CHUNK = 8192
 """Consecutive ids that one program of the first pass reads."""
 
+SPARSE = 512
+"""Entries up to which one program packs a whole row, by searches in memory.
+
+A wider row is packed by a program a chunk, by searches among the chunk's words in registers.
+"""
+
 MAX_TOP = 1024
 """The widest head of a TOP row: one program holds `top * GROUP` candidates."""
+
+# measured on an H200, November 2026, at 512 x 151,936 float32 and 89 k to 9.3 M entries, against
+# chunks of 2 to 16 k ids, blocks of 128 to 1,024 entries and 1 to 8 warps
+CHUNK_WARPS = 4
+CACHED_BYTES = 32 << 20
+"""Logits that the first pass leaves in the cache for the second: about half of it."""
+PACK_BLOCK_SPARSE = 256
+"""Entries of a sparse row that a program of the second pass writes at a time."""
+PACK_BLOCK = 1024
+"""The same in a chunk of a wide row, or half of it where that is enough."""
+PACK_WARPS = 4
+# the same step, top 128 and 8 draws; 2 to 32 warps and 64 to 255 registers, 1 to 8 draws
+HEAD_WARPS = 4
+HEAD_REGISTERS = 128
+"""Registers of a thread in the selection of heads, so that four programs run at a time."""
+DRAW_BLOCK = 2
+"""Draws of a row that one program makes together."""
+DRAW_WARPS = 1
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
@@ -66,6 +89,34 @@ def choose_impl(tensor: torch.Tensor, impl: Impl | None) -> Impl:
     return "triton" if tensor.is_cuda or interpreted else "reference"
 
 
+def row_unit(logits: torch.Tensor) -> int:
+    """Return the elements that the kernels may take for granted to divide a row's start and width.
+
+    Args:
+        logits: [N, V].
+
+    Returns:
+        The elements in 16 bytes if the first row, the row stride and V are multiples of 16 bytes,
+        so that loads can be that wide; else 1.
+    """
+    size = logits.element_size()
+    unit = 16 // size
+    aligned = logits.data_ptr() % 16 == 0
+    return unit if aligned and logits.stride(0) % unit == 0 and logits.shape[1] % unit == 0 else 1
+
+
+def cached_rows(logits: torch.Tensor) -> int:
+    """Return how many of the last rows the first pass leaves in the cache for the second.
+
+    Args:
+        logits: [N, V].
+
+    Returns:
+        Rows in `CACHED_BYTES`.
+    """
+    return CACHED_BYTES // (logits.shape[1] * logits.element_size())
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaptureScratch:
     """What the capture kernels hand to each other within a step.
@@ -80,8 +131,14 @@ class CaptureScratch:
     """[R, C] float32, the sum of exp(logit - chunk_max)."""
     chunk_count: torch.Tensor
     """[R, C] int32, kept ids."""
+    chunk_start: torch.Tensor
+    """[R, power of 2 >= C] int32, kept ids of the row before the chunk."""
+    word_start: torch.Tensor
+    """[R, C * groups] int32, kept ids of the chunk before the word, if the chunk keeps at most
+    SPARSE."""
     mask_words: torch.Tensor
-    """[R, C * groups] int32, bit b of word g is set if id g * GROUP + b is kept."""
+    """[R, C * groups] int32, a bit an id, set if it is kept; the order of the ids within a chunk is
+    the kernels' own, in which a thread holds all ids of a word."""
     group_max: torch.Tensor
     """[R, C * groups] float32 if a head is recorded, else [1, 1]."""
     group_sum: torch.Tensor
@@ -127,6 +184,8 @@ class CaptureScratch:
             chunk_max=zeros((max_rows, chunks), torch.float32),
             chunk_sum=zeros((max_rows, chunks), torch.float32),
             chunk_count=zeros((max_rows, chunks), torch.int32),
+            chunk_start=zeros((max_rows, next_power_of_2(chunks)), torch.int32),
+            word_start=zeros(wide, torch.int32),
             mask_words=zeros(wide, torch.int32),
             group_max=zeros(wide if top else none, torch.float32),
             group_sum=zeros(wide if top or draws else none, torch.float32),
@@ -160,6 +219,8 @@ class CaptureScratch:
             self.chunk_max,
             self.chunk_sum,
             self.chunk_count,
+            self.chunk_start,
+            self.word_start,
             self.mask_words,
             self.group_max,
             self.group_sum,

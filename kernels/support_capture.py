@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import torch
 
-from rollout.kernels.draws import draw_bits, draws_reference
+from rollout.kernels.draws import draw_bits, draws_reference, launch_draws
 from rollout.kernels.launch import Impl, choose_impl
+from rollout.kernels.pack_support import launch_pack
+from rollout.kernels.row_stats import launch_row_stats
 from rollout.kernels.step_output import RowFlag, RowKind, StepOutput
-from rollout.kernels.top_capture import top_reference
+from rollout.kernels.top_capture import launch_top, top_reference
 
 __all__ = ["RowFlag", "RowKind", "StepOutput", "capture_step", "capture_step_reference"]
 
@@ -63,7 +65,12 @@ def capture_step(
             logits, sampled_ids, kinds, out, top=top, draws=draws, seeds=seeds, positions=positions
         )
         return
-    raise NotImplementedError("the Triton kernels of capture_step are not there yet")
+    launch_row_stats(logits, sampled_ids, kinds, out, top)
+    launch_pack(logits, sampled_ids, kinds, out)
+    if top:
+        launch_top(logits, kinds, out, top)
+    if draws:
+        launch_draws(logits, sampled_ids, kinds, out, seeds, positions)
 
 
 def _check(
@@ -145,9 +152,9 @@ def capture_step_reference(
             logits[row], int(sampled_ids[row]), RowKind(kind), top, words[row]
         )
         start, end = end, end + entries.shape[0]
-        if end > capacity:
+        if end > capacity and end > start:
             flags |= RowFlag.OVERFLOW
-        else:
+        elif end > start:
             out.entries[start:end] = entries
         out.counts[row] = entries.shape[0]
         out.offsets[row + 1] = end
