@@ -3,7 +3,8 @@
 Text puts a few thousand ids into most supports. Gathering their weight rows once per entry moves
 the same bytes again and again, while a matrix product over just these ids reads them once and runs
 on the tensor cores. The block holds at most H ids, so its [N, block] matrices stay within N * H;
-which ids it holds is decided on the device, how many on the host.
+which ids it holds is decided on the device, how many on the host. Entries that a row does not name
+are zeros of these products, so a hidden state that is not finite spoils the block's gradients.
 """
 
 from __future__ import annotations

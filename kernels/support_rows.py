@@ -132,6 +132,11 @@ def check_arguments(
             raise ValueError(f"{name} is {list(tensor.shape)}, expected [{length}]")
         if tensor.device != hidden.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {hidden.device} as hidden")
+    if support_ids.shape[0] >= 1 << 31:
+        raise ValueError(
+            f"support_ids has {support_ids.shape[0]} entries, expected fewer than 2**31; split the "
+            "batch"
+        )
     if weight.device != hidden.device:
         raise ValueError(f"weight is on {weight.device}, expected {hidden.device} as hidden")
     for name, tensor, allowed in (

@@ -203,6 +203,40 @@ def test_no_entries_at_all() -> None:
     assert torch.equal(case.weight.grad, torch.zeros_like(case.weight))
 
 
+def test_no_rows_at_all() -> None:
+    case = make_case(10, [2], dtype=torch.float32).cast(torch.float32)
+    case = replace(
+        case,
+        hidden=case.hidden.detach()[:0].requires_grad_(),
+        ids=case.ids[:0],
+        offsets=case.offsets[:1],
+        targets=case.targets[:0],
+        scale=case.scale[:0],
+    )
+    targets, entries = sparse(case)
+    assert targets.shape == entries.shape == (0,)
+    torch.autograd.backward(targets.sum())
+    assert case.weight.grad is not None
+    assert torch.equal(case.weight.grad, torch.zeros_like(case.weight))
+
+
+@pytest.mark.parametrize(
+    ("rows", "entries", "dtype", "block"),
+    [
+        pytest.param(16384, 16384 * 128, torch.bfloat16, 2048, id="wide-batch"),
+        pytest.param(16384, 16384 * 8, torch.bfloat16, 0, id="short-supports"),
+        pytest.param(16384, 16384 * 128, torch.float32, 0, id="fp32"),
+        pytest.param(10, 4000, torch.bfloat16, 0, id="few-rows"),
+    ],
+)
+def test_which_batches_have_a_dense_block(
+    rows: int, entries: int, dtype: torch.dtype, block: int
+) -> None:
+    assert head_config.hot_block(rows, entries, 151_936, 4096, dtype) == block
+    # its matrices fit N * H
+    assert head_config.hot_block(rows, entries, 151_936, 512, dtype) == min(block, 512)
+
+
 def test_no_sums_are_asked_for() -> None:
     segment_sums(None, None, num_rows=3)
 

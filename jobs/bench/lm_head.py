@@ -205,8 +205,8 @@ def padded_mask(batch: Batch) -> Tensor:
 
 
 @torch.no_grad()
-def chunked_head(batch: Batch, mask: Tensor) -> None:
-    """Run a head in chunks: logits of all ids, twice, of which the mask's are gathered."""
+def chunked_head(batch: Batch, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients by a head in chunks: all logits, twice, of which the mask's count."""
     weight = batch.weight
     grad_hidden, grad_weight = torch.empty_like(batch.hidden), torch.zeros_like(weight)
     for tokens in torch.split(torch.arange(TOKENS, device="cuda"), CHUNK):
@@ -240,6 +240,7 @@ def chunked_head(batch: Batch, mask: Tensor) -> None:
             total += grads @ block
             grad_weight[first : first + CHUNK] += grads.T @ hidden
         grad_hidden[tokens] = total.bfloat16()
+    return grad_hidden, grad_weight
 
 
 def other_heads(batch: Batch) -> dict[str, Callable[[], None] | None]:
