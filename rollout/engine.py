@@ -260,6 +260,30 @@ class Engine:
             del self._internal[name]
             self._with_text.discard(name)
 
+    def reload_weights(self, folder: str) -> None:
+        """Replace the weights in place by another checkpoint of the same model.
+
+        Only between jobs. On CPU with tied embeddings vLLM keeps its old output weight and says
+        nothing (`rollout.engine_start.KeptEngine` starts a new engine there).
+
+        Args:
+            folder: a local Hugging Face checkpoint.
+
+        Raises:
+            EngineError: vLLM refuses, or requests are in flight.
+        """
+        if self.has_unfinished:
+            raise EngineError("weights can't be reloaded: requests are in flight")
+        try:
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+        except Exception as error:  # an engine with half of its weights replaced is no engine
+            raise EngineError(
+                f"vLLM did not reload weights from {folder}: {_first_line(error)}"
+            ) from error
+        # cached prefixes hold keys and values of the old weights
+        if not self._llm.reset_prefix_cache():
+            raise EngineError("vLLM did not drop its prefix cache after a reload of the weights")
+
     @property
     def has_unfinished(self) -> bool:
         """Whether a step has anything to do."""

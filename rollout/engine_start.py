@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from typing import Any
 
 from rollout.engine import Engine
 from rollout.resolve import ResolvedJob
@@ -52,4 +53,95 @@ class LazyEngine:
         """Stop the engine if it runs."""
         if self._engine is not None:
             self._engine.close()
+            self._engine = None
+
+
+class KeptEngine:
+    """One engine for several jobs after each other, whose weights are reloaded in between.
+
+    A job with another architecture, `capture` or `engine` section than the last one's, with weights
+    that are no local folder, or with tied embeddings (which vLLM's CPU build does not reload) gets
+    a new engine. Whether a reload took is for the caller to prove on what the job wrote, as
+    `rollout.agreement` does.
+    """
+
+    def __init__(self, seed: int) -> None:
+        """Start nothing.
+
+        Args:
+            seed: of each engine that is started; jobs with a seed of their own keep it for their
+                requests.
+        """
+        self._seed = seed
+        self._engine: Engine | None = None
+        self._kind: dict[str, Any] = {}
+        self._weights = ""
+        self._num_jobs = 0
+
+    def lend(self, job: ResolvedJob, spool_folder: str) -> LazyEngine:
+        """Return the engine of one job; its `close` leaves the engine running.
+
+        Args:
+            job: what is to be sampled.
+            spool_folder: where the capture writes during this job.
+        """
+        self._num_jobs += 1
+        return _LentEngine(job, spool_folder, self, self._seed + self._num_jobs)
+
+    def get(self, job: ResolvedJob) -> Engine:
+        """Return the running engine with the weights of a job.
+
+        Raises:
+            EngineError: it does not start, or does not take the weights.
+        """
+        files = job.files
+        kind = {
+            "config": files.config,
+            "dtype": files.dtype,
+            "capture": job.config.capture,
+            "engine": job.config.engine,
+        }
+        if self._engine is not None and kind == self._kind:
+            if files.weights_digest == self._weights:
+                return self._engine
+            if files.revision is None and not files.record()["tie_word_embeddings"]:
+                self._engine.reload_weights(files.path)
+                self._weights = files.weights_digest
+                return self._engine
+        self.close()
+        self._engine = Engine(
+            files,
+            job.config.capture,
+            job.config.engine,
+            seed=(self._seed + self._num_jobs) % 2**31,
+            has_tokenizer=job.renderer.has_tokenizer,
+        )
+        self._kind, self._weights = kind, files.weights_digest
+        return self._engine
+
+    def close(self) -> None:
+        """Stop the engine if it runs."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+
+class _LentEngine(LazyEngine):
+    """A kept engine for the time of one job."""
+
+    def __init__(self, job: ResolvedJob, spool_folder: str, kept: KeptEngine, seed: int) -> None:
+        super().__init__(job, spool_folder)
+        self._kept = kept
+        if job.config.sampling.seed is None:
+            self.seed = seed
+
+    def get(self) -> Engine:
+        if self._engine is None:
+            self._engine = self._kept.get(self._job)
+            self._engine.start_capture(self.spool_folder)
+        return self._engine
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.stop_capture()
             self._engine = None
