@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -34,7 +35,9 @@ from rollout.work import (
     rollout_seed,
 )
 
+_log = logging.getLogger(__name__)
 _WINDOW = 3  # requests in flight for each that the engine runs at once
+_LOG_SECONDS = 60.0
 _ROWS_SECONDS = 60.0  # how long a returned request waits for its captured rows
 
 
@@ -88,6 +91,7 @@ class Run:
         self._entries = 0
         self._held_since: float | None = None
         self._held = 0.0
+        self._logged = time.monotonic()
         self._start_time: float | None = None
         self._last_returned: float | None = None
         self._end_time: float | None = None
@@ -105,11 +109,14 @@ class Run:
             if not self._in_flight and not self._returned:
                 if exhausted:
                     break
-                time.sleep(0.01)  # held back, and nothing to step: only commits can go on
+                # held back and nothing to step: only commits can make room, so commit everything
+                self._units.flush()
+                time.sleep(0.01)
                 continue
             self._step(self._engine.get())
             self._units.tick()
             self._show()
+            self._log_largest_step()
         self._units.flush()
         self._committer.wait()
         self._end_time = time.monotonic()
@@ -296,6 +303,18 @@ class Run:
                 entries=self._entries,
                 largest=self._assembler.stats.largest_step,
                 stalled=self._assembler.stats.waited + self._held,
+            )
+
+    def _log_largest_step(self) -> None:
+        now = time.monotonic()
+        if now - self._logged >= _LOG_SECONDS:
+            self._logged = now
+            largest = self._assembler.stats.largest_step
+            _log.info(
+                "largest step so far: %d entries of a capacity of %d, %d would do",
+                largest,
+                self._job.config.capture.support_capacity,
+                suggested_capacity(largest),
             )
 
 

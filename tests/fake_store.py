@@ -1,7 +1,5 @@
 """An object store in memory that fails on demand, for fsspec as `fakestore://`."""
 
-# ruff: noqa: D102  the methods are fsspec's and documented there
-
 from __future__ import annotations
 
 import io

@@ -144,8 +144,8 @@ def alignment(folder: Path) -> None:
     tokens = sum(len(row["token_ids"]) for row in stored)
     reasons = {row["finish_reason"] for row in stored}
     print(
-        f"alignment: {tokens} tokens, {len(stored)} rollouts, {summary.replaced_rows} rows replaced,"
-        f" finish {reasons}, {time.monotonic() - start:.0f} s, sync check error,"
+        f"alignment: {tokens} tokens, {len(stored)} rollouts, {summary.replaced_rows} rows "
+        f"replaced, finish {reasons}, {time.monotonic() - start:.0f} s, sync check error,"
         f" {engine_facts(folder / 'out')}"
     )
     assert tokens >= 200_000
