@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rollout.capture.core import CaptureCore
+from rollout.capture.lifeline import follow_job
 from rollout.capture.request import CaptureSettings
 from rollout.capture.v1 import V1Adapter
 from rollout.capture.v2 import V2Adapter
@@ -26,6 +27,11 @@ class CaptureWorkerMixin:
     device: Any
     _capture: CaptureCore | None = None
     _adapter: V1Adapter | V2Adapter | None = None
+
+    def init_device(self, *args: Any, **kwargs: Any) -> Any:
+        """Tie this process to the job before anything takes long."""
+        follow_job()
+        return super().init_device(*args, **kwargs)  # type: ignore[misc]
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         """Load the weights, then hook the sampler on the one rank whose samples are returned."""
@@ -101,7 +107,9 @@ class CaptureWorkerMixin:
 
 
 def _is_v2(runner: Any) -> bool:
-    return str(type(runner).__module__).startswith("vllm.v1.worker.gpu.")
+    # the CPU build's V2 runner is a subclass in another module
+    modules = (cls.__module__ for cls in type(runner).__mro__)
+    return any(module.startswith("vllm.v1.worker.gpu.") for module in modules)
 
 
 def _returns_samples() -> bool:
