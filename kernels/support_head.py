@@ -10,7 +10,10 @@ weight matter:
 The support is a CSR matrix over (row, id); it is the sparsity pattern of the product, of its
 gradient with respect to the hidden states (a segment sum over rows) and of that with respect to the
 weight (a segment sum over ids). Rows of one entry have log-probability 0 and gradient 0 exactly,
-and cost nothing; so do empty rows. Nothing waits for the device: every size follows from a shape.
+and cost nothing. Empty rows cost nothing either and have no log-probability: their target is NaN,
+since a row without a recorded support needs the whole vocabulary (`rollout.head` sends it there)
+and any number here would pass for its result. Nothing waits for the device: every size follows
+from a shape.
 """
 
 from __future__ import annotations
@@ -62,17 +65,18 @@ def support_logprobs(
         weight: [V, H], the dtype of `hidden`.
         support_ids: [E] int32 or int64 in [0, V), row i in offsets[i]:offsets[i + 1], any order.
         support_offsets: [N + 1] int64, ascending from 0 to E.
-        target_ids: [N] int64, the sampled ids; ignored in rows with an empty support.
+        target_ids: [N] int64, the sampled ids.
         inverse_temperature: [N] fp32, 1 / T of each row.
         wide_rows: [R] int64 from `find_wide_rows`, rows that are cheaper by a product with the
             whole weight; it changes the cost and no result.
-        check_targets: raise when a target is missing from its support. Unset, it is done on the CPU
-            only, because on CUDA it waits for the device; there a missing target makes its own
-            log-probability NaN, and `missing_targets` finds the rows without a wait.
+        check_targets: raise when a target is missing from its support, as it is from an empty one.
+            Unset, it is done on the CPU only, because on CUDA it waits for the device; there a
+            missing target makes its own log-probability NaN, and `missing_targets` finds the rows
+            without a wait.
         impl: for tests; the device decides when unset.
 
     Returns:
-        target_logprobs: [N] fp32 (fp64 for fp64 input), in nats; 0 in rows with an empty support.
+        target_logprobs: [N] fp32 (fp64 for fp64 input), in nats; NaN where the target is missing.
         support_logprobs: [E], likewise.
 
     Raises:
@@ -133,7 +137,7 @@ def support_logprobs_reference(
     logprobs = logits.new_zeros(num_entries).index_put((wide,), logits - logsumexp[rows_w])
     positions = target_positions(support_ids, support_offsets, target_ids)
     found = (positions >= 0).nonzero().squeeze(1)
-    targets = torch.where(lengths > 0, torch.nan, 0.0).to(dtype)
+    targets = logits.new_full((num_rows,), torch.nan)
     return targets.index_put((found,), logprobs[positions[found]]), logprobs
 
 

@@ -152,7 +152,7 @@ def _row_softmax_kernel(
     if end - start < 2:
         if end > start:
             tl.store(logits_ptr + start, 0.0)
-        tl.store(targets_ptr + row, tl.where(missing & (end > start), float("nan"), 0.0))
+        tl.store(targets_ptr + row, tl.where(missing, float("nan"), 0.0))
     else:
         target = tl.load(logits_ptr + tl.minimum(position, end - 1))
         peak, total = _peak_and_sum(logits_ptr, start, end, BLOCK=BLOCK)
@@ -269,7 +269,7 @@ def row_softmax(
         positions: [N] int64 from `entry_keys`.
 
     Returns:
-        [N] fp32; 0 in empty rows, NaN where the target is missing.
+        [N] fp32; NaN where the target is missing, as it is in an empty row.
     """
     num_rows = positions.shape[0]
     targets = torch.empty(num_rows, dtype=torch.float32, device=logits.device)

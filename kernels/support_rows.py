@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 # N rows, E entries of all rows, V vocabulary, H hidden size
@@ -61,10 +63,9 @@ def missing_targets(
         target_ids: [N] int64.
 
     Returns:
-        [N] bool; False in rows with an empty support.
+        [N] bool; True in rows with an empty support.
     """
-    positions = target_positions(support_ids, support_offsets, target_ids)
-    return (support_offsets.diff() > 0) & (positions < 0)
+    return target_positions(support_ids, support_offsets, target_ids) < 0
 
 
 def raise_missing(
@@ -83,10 +84,13 @@ def raise_missing(
     missing = missing_targets(support_ids, support_offsets, target_ids).nonzero()
     if missing.numel():
         row = int(missing[0, 0])
+        width = int(support_offsets[row + 1] - support_offsets[row])
+        remedy = "exclude these rows or check that targets and supports are aligned"
+        if width == 0:
+            remedy = "a row without a support needs the whole vocabulary: use rollout.head"
         raise ValueError(
-            f"row {row}: target id {int(target_ids[row])} is not in its support, expected every "
-            f"sampled id in its own support ({missing.shape[0]} such rows); exclude these rows or "
-            "check that targets and supports are aligned"
+            f"row {row}: target id {int(target_ids[row])} is not in its support of {width} ids, "
+            f"expected every sampled id in its own support ({missing.shape[0]} such rows); {remedy}"
         )
 
 
@@ -109,7 +113,8 @@ def check_arguments(
         inverse_temperature: [N].
 
     Raises:
-        ValueError: shapes, dtypes, devices or (on the CPU) values are wrong.
+        ValueError: shapes, dtypes, devices or (on the CPU) values are wrong, or a tensor is
+            sharded.
     """
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
@@ -121,6 +126,7 @@ def check_arguments(
             f"hidden is {hidden.dtype} and weight {weight.dtype}, expected one floating dtype; "
             "cast one of them"
         )
+    _refuse_sharded(hidden=hidden, weight=weight)
     num_rows = hidden.shape[0]
     for name, tensor, length in (
         ("support_offsets", support_offsets, num_rows + 1),
@@ -148,6 +154,19 @@ def check_arguments(
             raise ValueError(f"{name} is {tensor.dtype}, expected {' or '.join(map(str, allowed))}")
     if hidden.device.type == "cpu":
         _check_values(support_ids, support_offsets, weight.shape[0])
+
+
+def _refuse_sharded(**tensors: torch.Tensor) -> None:
+    """Raise ValueError for a DTensor, whose local part would pass for all of it."""
+    # looked up, not imported: the import takes a second, and without it there are none
+    module = sys.modules.get("torch.distributed.tensor")
+    for name, tensor in tensors.items():
+        if module is not None and isinstance(tensor, module.DTensor):
+            raise ValueError(
+                f"{name} is a DTensor of placements {tensor.placements}, expected a plain one; "
+                "run the head inside the forward of the module that fully_shard wraps, or pass "
+                "rollout.sharded.whole_weight(weight)"
+            )
 
 
 def _check_values(support_ids: torch.Tensor, support_offsets: torch.Tensor, vocab: int) -> None:

@@ -8,13 +8,18 @@ with 1: then log p(target) - mean log p(draws) is free of the normaliser, and th
 an exact support of its target and its draws.
 
 The paths are planned on the CPU, where the loader makes its batches, so that no step waits for the
-device.
+device. From batch to loss:
+
+    plan = plan_batch(batch, config, vocab_size=weight.shape[0], weight_dtype=weight.dtype)
+    batch, plan = batch.to(device), plan.to(device)
+    inputs = score_batch(hidden[batch.hidden_index], weight, batch, plan)
+    outputs = compute_loss(inputs, config)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +27,10 @@ from torch import Tensor
 from rollout.kernels.dense_head import dense_logprobs
 from rollout.kernels.support_head import support_logprobs
 from rollout.kernels.wide_rows import find_wide_rows
+from rollout.loss_types import LossConfig, LossInputs
+
+if TYPE_CHECKING:
+    from rollout.batch import RolloutBatch
 
 # N rows, E entries of all rows, V vocabulary, H hidden size, R rows and P places of one path
 
@@ -97,9 +106,9 @@ class HeadOutput:
     """The trainer's side of a batch; nats, differentiable but for `is_normalised`."""
 
     target_logprobs: Tensor
-    """[N] log p of the sampled token; 0 in rows that were not needed."""
+    """[N] log p of the sampled token; NaN in rows that were not needed, as no number is theirs."""
     support_logprobs: Tensor
-    """[E] log p of each entry; 0 where the row has no valid support or was not needed."""
+    """[E] log p of each entry; NaN where the row has no valid support or was not needed."""
     tail_mass: Tensor
     """[N] probability under p outside the entries; 0 for exact supports and draws whose normaliser
     cancels."""
@@ -215,9 +224,12 @@ def head_logprobs(
             is_normalised=plan.is_normalised,
         )
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    targets = hidden.new_zeros(target_ids.shape, dtype=dtype)
-    entries = hidden.new_zeros(support_ids.shape, dtype=dtype)
+    targets = hidden.new_full(target_ids.shape, torch.nan, dtype=dtype)
+    entries = hidden.new_full(support_ids.shape, torch.nan, dtype=dtype)
     tail_mass = torch.zeros_like(targets)
+    if plan.sparse is None and plan.dense is None:
+        # a rank without loss tokens still takes part in the backward, and in what it communicates
+        targets = targets + hidden[:0].sum() + weight[:0].sum()
     for path in (plan.sparse, plan.dense):
         if path is None:
             continue
@@ -244,6 +256,81 @@ def head_logprobs(
         support_logprobs=entries,
         tail_mass=tail_mass,
         is_normalised=plan.is_normalised,
+    )
+
+
+def plan_batch(
+    batch: RolloutBatch, config: LossConfig, *, vocab_size: int, weight_dtype: torch.dtype
+) -> HeadPlan:
+    """Choose the paths of a loader's batch for a loss: only its tokens, by the least that it reads.
+
+    Args:
+        batch: one micro-batch, on the CPU.
+        config: the loss that will read the scores.
+        vocab_size: V.
+        weight_dtype: of the output weight.
+
+    Returns:
+        The plan, on the CPU.
+
+    Raises:
+        ValueError: the batch is not on the CPU.
+    """
+    # under other estimators the loss refuses draws, whatever becomes of their normaliser
+    cancels = config.centering == "sampled" and config.cancels_normaliser
+    return plan_head(
+        support_offsets=batch.support_offsets,
+        support_valid=batch.support_valid,
+        support_is_samples=batch.support_is_samples,
+        sampler_tail_mass=batch.sampler_tail_mass,
+        vocab_size=vocab_size,
+        weight_dtype=weight_dtype,
+        normaliser="cancels" if cancels else "needed",
+        needed=batch.loss_mask,
+    )
+
+
+def score_batch(
+    hidden: Tensor,  # [N, H]
+    weight: Tensor,  # [V, H]
+    batch: RolloutBatch,
+    plan: HeadPlan,
+    *,
+    loss_weights: Tensor | None = None,  # [N]
+) -> LossInputs:
+    """Score a batch by its plan and join both sides, ready for `rollout.losses.compute_loss`.
+
+    Differentiable with respect to `hidden` and `weight`. Tail masses, and which rows are
+    unnormalised, come along, so that no row can be read as another kind than it was done as.
+
+    Args:
+        hidden: [N, H], the states at `batch.hidden_index`.
+        weight: [V, H], the dtype of `hidden`.
+        batch: on the device of `hidden`.
+        plan: of this batch, there too.
+        loss_weights: [N], see `LossInputs`.
+
+    Returns:
+        The inputs of the loss.
+
+    Raises:
+        ValueError: shapes or dtypes disagree, or (CPU) a target is missing from its support.
+    """
+    scores = head_logprobs(
+        hidden,
+        weight,
+        batch.support_ids,
+        batch.support_offsets,
+        batch.target_ids,
+        batch.temperature,
+        plan,
+    )
+    return batch.loss_inputs(
+        scores.target_logprobs,
+        scores.support_logprobs,
+        trainer_tail_mass=scores.tail_mass,
+        trainer_is_normalised=scores.is_normalised,
+        loss_weights=loss_weights,
     )
 
 

@@ -85,14 +85,17 @@ def dense_logits(case: HeadCase) -> Tensor:
 
 
 def support_oracle(case: HeadCase) -> Outputs:
-    """Normalise dense logits over each row's entries, as often as they stand there."""
+    """Normalise dense logits over each row's entries, as often as they stand there.
+
+    The target of an empty row is NaN.
+    """
     logits = dense_logits(case)
     targets, entries = [], []
     for row, (start, end) in enumerate(itertools.pairwise(case.offsets.tolist())):
         ids = case.ids[start:end].long()
         logprobs = logits[row, ids].log_softmax(0)
         place = (ids == case.targets[row]).nonzero()
-        targets.append(logprobs[place[0, 0]] if start < end else logits.new_zeros(()))
+        targets.append(logprobs[place[0, 0]] if start < end else logits.new_tensor(torch.nan))
         entries.append(logprobs)
     return torch.stack(targets), torch.cat(entries)
 
@@ -142,6 +145,8 @@ def assert_close_to_oracle(
     plain = run_with_grads(oracle, case.cast(dtype), pulls)
     ours = run_with_grads(head, case.cast(dtype, device), pulls)
     for index, (value, near, truth) in enumerate(zip(ours, plain, exact, strict=True)):
+        assert torch.equal(value.isnan(), truth.isnan()), f"result {index}: other NaN"
+        value, near, truth = (each.nan_to_num() for each in (value, near, truth))
         # log-probabilities are right up to an absolute error, gradients up to a relative one
         least = 1.0 if index < len(pulls) else 0.0
         error = relative_error(value, truth, least)

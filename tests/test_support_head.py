@@ -30,7 +30,7 @@ def test_reference_equals_dense_log_softmax(lengths: list[int]) -> None:
     )
     want = run_with_grads(support_oracle, case.cast(torch.float64), pulls)
     for ours, exact in zip(got, want, strict=True):
-        torch.testing.assert_close(ours, exact, rtol=0, atol=1e-12)
+        torch.testing.assert_close(ours, exact, rtol=0, atol=1e-12, equal_nan=True)
 
 
 def test_reference_passes_gradcheck() -> None:
@@ -38,7 +38,9 @@ def test_reference_passes_gradcheck() -> None:
     rest = case.arguments[2:]
     hidden, weight = case.hidden.requires_grad_(), case.weight.requires_grad_()
     assert torch.autograd.gradcheck(
-        lambda h, w: support_logprobs_reference(h, w, *rest), (hidden, weight)
+        # of the empty row's NaN there is no finite difference
+        lambda h, w: [x.nan_to_num() for x in support_logprobs_reference(h, w, *rest)],
+        (hidden, weight),
     )
 
 
@@ -86,7 +88,7 @@ def test_order_of_entries_changes_nothing() -> None:
 
 
 def test_missing_target_raises_and_is_found_without_raising() -> None:
-    case = make_case(4, [3, 2, 0])
+    case = make_case(4, [3, 2, 4])
     case.targets[1] = 96 if 96 not in case.ids[3:5] else 95
     with pytest.raises(ValueError, match=r"row 1: target id \d+ is not in its support"):
         support_logprobs(*case.arguments)
@@ -94,6 +96,19 @@ def test_missing_target_raises_and_is_found_without_raising() -> None:
     assert missing.tolist() == [False, True, False]
     targets, _ = support_logprobs(*case.arguments, check_targets=False)
     assert targets.isnan().tolist() == [False, True, False]
+
+
+def test_a_row_without_a_support_has_no_logprob_here() -> None:
+    # 0 would pass for a certain token
+    case = make_case(4, [3, 0, 2]).cast(torch.float64)
+    with pytest.raises(ValueError, match=r"support of 0 ids.*whole vocabulary: use rollout\.head"):
+        support_logprobs(*case.arguments)
+    assert missing_targets(case.ids, case.offsets, case.targets).tolist() == [False, True, False]
+    targets, _ = support_logprobs(*case.arguments, check_targets=False)
+    assert targets.isnan().tolist() == [False, True, False]
+    grad_hidden, grad_weight = torch.autograd.grad(targets.sum(), (case.hidden, case.weight))
+    assert not grad_hidden[1].any()
+    assert bool(grad_weight.isfinite().all())
 
 
 def changed(field: str, value: Tensor) -> HeadCase:

@@ -196,7 +196,7 @@ def test_logits_of_a_huge_size_stay_finite() -> None:
 def test_no_entries_at_all() -> None:
     case = make_case(10, [0, 0], dtype=torch.float32).cast(torch.float32)
     targets, entries = sparse(case)
-    assert targets.tolist() == [0.0, 0.0]
+    assert targets.isnan().all()
     assert entries.shape == (0,)
     torch.autograd.backward(targets.sum())
     assert case.weight.grad is not None

@@ -1,0 +1,75 @@
+"""The head and the losses under FSDP2, on two real CPU ranks, against one rank without it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fsdp_rank import main as run_rank
+from torch import nn
+
+from rollout.sharded import sum_gradients, whole_weight
+
+Worlds = dict[int, dict[str, Any]]
+RANK = Path(__file__).parent / "fsdp_rank.py"
+LOSSES = pytest.mark.parametrize("loss", ["icepop", "reinforce"])
+WAYS = pytest.mark.parametrize("way", ["gathered", "inside", "tied"])
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
+    """Run a world of one and a world of two; return what each wrote."""
+    folder = tmp_path_factory.mktemp("fsdp")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, RANK, folder, str(rank), "2"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        run_rank(folder, 0, 1)
+        for rank in ranks:
+            output, _ = rank.communicate(timeout=120)
+            assert rank.returncode == 0, output
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return {size: json.loads((folder / f"facts{size}.json").read_text()) for size in (1, 2)}
+
+
+@WAYS
+@LOSSES
+def test_two_ranks_have_the_gradients_of_one(worlds: Worlds, loss: str, way: str) -> None:
+    want, got = (worlds[size][f"{loss} {way}"] for size in (1, 2))
+    assert got["loss"] == pytest.approx(want["loss"], rel=1e-12)
+    assert len(want["grads"]) == (3 if way == "tied" else 4)
+    for name, grad in want["grads"].items():
+        assert np.abs(grad).max() > 1e-2, name
+        np.testing.assert_allclose(got["grads"][name], grad, rtol=1e-11, atol=1e-14, err_msg=name)
+
+
+def test_a_sharded_weight_is_refused_with_both_ways_out(worlds: Worlds) -> None:
+    refusal = worlds[2]["refusal"]
+    assert refusal.startswith("weight is a DTensor of placements (Shard(dim=0),)")
+    assert "inside the forward of the module that fully_shard wraps" in refusal
+    assert "rollout.sharded.whole_weight(weight)" in refusal
+
+
+def test_a_plain_weight_is_whole() -> None:
+    weight = torch.randn(3, 2)
+    assert whole_weight(weight) is weight
+
+
+def test_a_model_without_fsdp_has_no_mean_to_turn_off() -> None:
+    with pytest.raises(ValueError, match="Linear holds no module of FSDP2, expected fully_shard"):
+        sum_gradients(nn.Linear(2, 2))
