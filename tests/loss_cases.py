@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 import numpy as np
+import oracle
+import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.losses import LossConfig, LossInputs, LossOutputs, compute_loss
+
+LOSSES = pytest.mark.parametrize("loss", ["ipo", "icepop", "reinforce"])
 
 
 def make_inputs(
@@ -82,3 +88,84 @@ def evaluate(z: Any, q: Any, tokens: list[int], config: LossConfig, **case: Any)
     """Return the outputs of the loss for float64 logits without a gradient."""
     logits = torch.tensor(np.asarray(z), dtype=torch.float64)
     return compute_loss(make_inputs(logits, q, tokens, **case), config)
+
+
+def random_batch(
+    seed: int, num_rows: int = 24, dtype: torch.dtype = torch.float64
+) -> tuple[dict[str, Any], list[list[int]]]:
+    """Return fields of ragged exact rows over 40 ids, and each row's ids."""
+    rng = np.random.default_rng(seed)
+    rows, fields = [], {"trainer": [], "sampler": [], "p": [], "q": [], "target": []}  # type: ignore[var-annotated]
+    for i in range(num_rows):
+        ids = rng.permutation(40)[: 1 + i % 9].tolist()
+        p, q = (oracle.softmax(rng.normal(size=len(ids))) for _ in range(2))
+        rows.append(ids)
+        fields["trainer"] += np.log(p).tolist()
+        fields["sampler"] += np.log(q).tolist()
+        fields["p"].append(math.log(p[i % len(ids)]))
+        fields["q"].append(math.log(q[i % len(ids)]))
+        fields["target"].append(ids[i % len(ids)])
+    offsets = np.cumsum([0, *(len(ids) for ids in rows)])
+    values = {
+        "trainer_logprobs": torch.tensor(fields["p"], dtype=dtype),
+        "sampler_logprobs": torch.tensor(fields["q"], dtype=dtype),
+        "advantages": torch.tensor(rng.normal(size=num_rows), dtype=dtype),
+        "loss_mask": torch.tensor(rng.random(num_rows) < 0.8),
+        "temperature": torch.ones(num_rows, dtype=dtype),
+        "support_offsets": torch.tensor(offsets),
+        "trainer_support_logprobs": torch.tensor(fields["trainer"], dtype=dtype),
+        "sampler_support_logprobs": torch.tensor(fields["sampler"], dtype=dtype),
+        "support_valid": torch.ones(num_rows, dtype=torch.bool),
+        "support_is_samples": torch.zeros(num_rows, dtype=torch.bool),
+        "sampler_tail_mass": torch.zeros(num_rows, dtype=dtype),
+        "global_denominator": float(num_rows),
+        "target_ids": torch.tensor(fields["target"]),
+        "support_ids": torch.tensor([i for ids in rows for i in ids], dtype=torch.int32),
+    }
+    return values, rows
+
+
+def take(values: dict[str, Any], rows: list[int]) -> dict[str, Any]:
+    """Return the fields of some rows, in that order."""
+    offsets = values["support_offsets"].tolist()
+    entries = torch.tensor([e for i in rows for e in range(offsets[i], offsets[i + 1])]).long()
+    counts = [offsets[i + 1] - offsets[i] for i in rows]
+    result = dict(values)
+    for name, value in values.items():
+        if name == "support_offsets":
+            result[name] = torch.tensor(np.cumsum([0, *counts]))
+        elif name in ("trainer_support_logprobs", "sampler_support_logprobs", "support_ids"):
+            result[name] = value[entries]
+        elif isinstance(value, Tensor):
+            result[name] = value[rows]
+    return result
+
+
+def run(values: dict[str, Any], settings: LossConfig) -> tuple[LossOutputs, Tensor, Tensor]:
+    """Return outputs and the gradients of both trainer fields."""
+    leaves = [
+        values[name].clone().requires_grad_()
+        for name in ("trainer_logprobs", "trainer_support_logprobs")
+    ]
+    inputs = LossInputs(
+        **{**values, "trainer_logprobs": leaves[0], "trainer_support_logprobs": leaves[1]}
+    )
+    outputs = compute_loss(inputs, settings)
+    torch.autograd.backward(outputs.loss)
+    outputs = dataclasses.replace(outputs, loss=outputs.loss.detach())
+    assert leaves[0].grad is not None
+    grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+    return outputs, grads[0], grads[1]
+
+
+def everything(loss: Any) -> LossConfig:
+    """Every term at once."""
+    return LossConfig(
+        loss=loss,
+        centering="exact",
+        kl_q_p=0.3,
+        kl_p_q=0.2,
+        max_probability_gap=0.1,
+        ratio_low=0.5,
+        ratio_high=2.0,
+    )
