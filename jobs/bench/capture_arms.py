@@ -1,0 +1,197 @@
+"""The arms of the capture benchmark: what samples the same requests, with and without records."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from random_model import prompt_ids, resolved_job
+
+from rollout.dataset import DatasetWriter
+from rollout.engine_start import LazyEngine
+from rollout.run import Run
+from rollout.storage import Storage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """What is sampled in one arm."""
+
+    requests: int
+    tokens: int
+    """Of each request."""
+    sampling: dict[str, Any]
+    capture: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """One arm's run."""
+
+    tokens: int
+    sampled: float
+    """Seconds to the last token."""
+    committed: float
+    """Seconds to the last commit; the same where nothing is committed."""
+    entries: int = 0
+    stalled: float = 0.0
+    largest_step: int = 0
+
+
+def run_capture(engine: LazyEngine, model: Path, folder: Path, load: Load) -> Timing:
+    """Run a whole job of the product, to its last commit on a local disk."""
+    sampling = load.sampling | {"max_tokens": load.tokens}
+    job = resolved_job(
+        model,
+        folder,
+        requests=load.requests,
+        sampling=sampling,
+        capture=load.capture,
+        engine={"max_num_seqs": 512},
+    )
+    engine.spool_folder = tempfile.mkdtemp(prefix="bench-spool-", dir=memory_disk())
+    writer = DatasetWriter.open(Storage.open(job.config.output.path), job.record)
+    writer.engine = {"engine": "vllm"}  # asking it for more would drain its pipeline
+    engine.get().start_capture(engine.spool_folder)
+    run = Run(job, writer, engine)
+    start = time.perf_counter()
+    run.work()
+    committed = time.perf_counter() - start
+    summary = run.summary()
+    run.finish()
+    engine.get().stop_capture()
+    if summary.rollouts_failed:
+        raise RuntimeError(f"rollouts failed: {summary.reasons}")
+    return Timing(
+        tokens=summary.tokens,
+        sampled=summary.seconds_sampling,
+        committed=committed,
+        entries=summary.entries,
+        stalled=summary.seconds_waited + summary.seconds_held,
+        largest_step=summary.largest_step,
+    )
+
+
+def run_stock(llm: Any, load: Load, **params: Any) -> Timing:
+    """Drive vLLM by the same loop with nothing recorded; `params` asks for vLLM's own records.
+
+    Args:
+        llm: vLLM's LLM.
+        load: what to sample.
+        params: further SamplingParams, such as `logprobs`.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    values = SamplingParams(
+        max_tokens=load.tokens,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        **load.sampling,
+        **params,
+    )
+    engine = llm.llm_engine
+    window = 3 * engine.vllm_config.scheduler_config.max_num_seqs
+    left, in_flight, tokens = iter(range(load.requests)), 0, 0
+    start = time.perf_counter()
+    exhausted = False
+    while not exhausted or in_flight:
+        while not exhausted and in_flight < window:
+            index = next(left, None)
+            exhausted = index is None
+            if index is not None:
+                prompt = {"prompt_token_ids": prompt_ids(index)}
+                engine.add_request(f"stock-{index}", prompt, values)
+                in_flight += 1
+        for output in engine.step():
+            if output.finished:
+                tokens += len(output.outputs[0].token_ids)
+                in_flight -= 1
+    seconds = time.perf_counter() - start
+    return Timing(tokens=tokens, sampled=seconds, committed=seconds)
+
+
+def step_milliseconds(engine: LazyEngine, model: Path, folder: Path, load: Load) -> list[float]:
+    """Time the capture of single steps on the device, by CUDA events around it."""
+    rpc = engine.get()._llm.collective_rpc
+    rpc(_set_timed, args=(True,))
+    run_capture(engine, model, folder, load)
+    replies = rpc(_set_timed, args=(False,))
+    return next(reply for reply in replies if reply is not None)
+
+
+def _set_timed(worker: Any, on: bool) -> list[float] | None:
+    """In the worker: put events around every recorded step, or return their milliseconds."""
+    core = worker._capture
+    if core is None:
+        return None
+    if on:
+        stock, events = core.recorder.record, []
+
+        def record(*args: Any) -> None:
+            first, last = _event(), _event()
+            first.record()
+            stock(*args)
+            last.record()
+            events.append((first, last))
+
+        worker._bench = (stock, events)
+        core.recorder.record = record
+        return None
+    stock, events = worker._bench
+    core.recorder.record = stock
+    torch.cuda.synchronize()
+    return [first.elapsed_time(last) for first, last in events]
+
+
+def _event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def check_data(folder: Path) -> str:
+    """Read a shard back with pyarrow and check one rollout with plain float64.
+
+    Raises:
+        AssertionError: what is stored contradicts itself.
+    """
+    shard = sorted((folder / "data" / "data").glob("*.parquet"))[0]
+    table = pq.ParquetFile(shard, page_checksum_verification=True).read_row_group(0)
+    row = table.slice(0, 1).to_pylist()[0]
+    offsets = row["support_offsets"]
+    entries = np.array(row["support_entries"], np.uint64)
+    ids = (entries & np.uint64(0xFFFFFFFF)).astype(np.int64)
+    logprobs = (entries >> np.uint64(32)).astype(np.uint32).view(np.float32).astype(np.float64)
+    for i, token in enumerate(row["token_ids"]):
+        part = slice(offsets[i], offsets[i + 1])
+        mass = np.exp(logprobs[part]).sum() + row["tail_mass"][i]
+        assert abs(np.log(mass)) < 1e-5, mass
+        at = np.flatnonzero(ids[part] == token)
+        if row["support_kind"] == "kept":
+            assert at.size == 1
+        for found in at:
+            assert np.float32(logprobs[part][found]) == np.float32(row["sampled_logprobs"][i])
+    return f"{len(row['token_ids'])} tokens of a stored rollout have mass 1 within 1e-5"
+
+
+def memory_disk() -> str | None:
+    """Return a memory-backed folder where there is one, as the product uses."""
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+def engine_section(text: str) -> dict[str, Any]:
+    """Return the job's `engine` section: the benchmark's with what a person adds as JSON."""
+    added: dict[str, Any] = json.loads(text)
+    return {
+        "max_num_seqs": 512,
+        "load_format": "dummy",
+        "max_model_len": 4096,
+        "enable_prefix_caching": False,
+    } | added
