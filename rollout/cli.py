@@ -38,7 +38,7 @@ def main(verbose: bool) -> None:
 
     Exit codes: 0 done; 2 wrong job file or usage; 3 model, prompts or reward unreadable; 4 output
     not writable or another run's; 5 the engine failed; 6 rollouts are missing at the end; 7 no
-    readable dataset.
+    readable dataset; 8 training can't go on, or weights do not agree with a dataset.
     """
     level = logging.INFO if verbose else logging.WARNING
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
@@ -81,3 +81,41 @@ def inspect(path: str) -> None:
     from rollout.inspect import format_report, inspect_dataset
 
     click.echo(format_report(inspect_dataset(path)))
+
+
+@main.command()
+@click.option("--config", "path", required=True, type=click.Path(), help="The replay file.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a value of the file."
+)
+@_expected_errors
+def replay(path: str, overrides: Sequence[str]) -> None:
+    """Train a model on a dataset, with no engine running."""
+    from rollout.jobfile import load_file
+    from rollout.replay_config import ReplayConfig
+
+    config = load_file(ReplayConfig, path, overrides)
+    from rollout.replay import replay as run
+
+    summary = run(config)
+    click.echo(f"{summary.steps} steps, {summary.seconds:.1f} s; checkpoint {summary.checkpoint}")
+
+
+@main.command()
+@click.argument("path")
+@click.option("--model", required=True, help="A Hugging Face checkpoint: a folder or a hub id.")
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True
+)
+@click.option("--max-rollouts", type=click.IntRange(min=1), default=4096, show_default=True)
+@click.option(
+    "--tolerance", type=float, help="Fail if a token's ratio is further than this from 1."
+)
+@_expected_errors
+def agree(path: str, model: str, dtype: str, max_rollouts: int, tolerance: float | None) -> None:
+    """Compare a model's probabilities with those that a dataset recorded."""
+    from rollout.agreement import agree as run
+
+    report = run(path, model, compute_dtype=dtype, max_rollouts=max_rollouts)
+    click.echo(report.table())
+    report.check(tolerance)

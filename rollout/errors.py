@@ -47,3 +47,9 @@ class DatasetError(RolloutError, ValueError):
     """Raised when a dataset can't be read: not one, a newer format, a bad digest."""
 
     exit_code = 7
+
+
+class TrainingError(RolloutError, RuntimeError):
+    """Raised when training can't go on: not finite, or weights that do not agree with the data."""
+
+    exit_code = 8

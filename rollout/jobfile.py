@@ -92,6 +92,20 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
     Raises:
         ConfigError: the file can't be read, is no mapping, or values are wrong; all are named.
     """
+    return load_file(JobConfig, path, overrides)
+
+
+def load_file(model: type[S], path: str | Path, overrides: Sequence[str] = ()) -> S:
+    """Read a YAML file as one section; see `load_job`.
+
+    Args:
+        model: the section that the whole file is.
+        path: the YAML file.
+        overrides: `dotted.key=value`, the value in YAML.
+
+    Raises:
+        ConfigError: the file can't be read, is no mapping, or values are wrong; all are named.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -99,16 +113,17 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
     except ValueError as error:
         raise ConfigError(f"job file {path}: expected YAML in UTF-8: {error}") from error
     data = _parse(text, f"job file {path}")
+    first, second, *_ = model.model_fields
     if data is None:
-        raise ConfigError(f"job file {path} is empty, expected `model`, `prompts`, ...")
+        raise ConfigError(f"job file {path} is empty, expected `{first}`, `{second}`, ...")
     if not isinstance(data, dict):
         raise ConfigError(
             f"job file {path} holds a {type(data).__name__}, "
-            "expected a mapping with `model`, `prompts`, ..."
+            f"expected a mapping with `{first}`, `{second}`, ..."
         )
     for override in overrides:
         _apply_override(data, override)
-    return check_job(data)
+    return check_section(model, data)
 
 
 def check_job(data: dict[str, Any]) -> JobConfig:

@@ -115,6 +115,11 @@ def vocab_size(files: ModelFiles) -> int:
     raise InputError(f"model {files.name}: config.json has no vocab_size")
 
 
+def text_files(files: ModelFiles) -> list[Path]:
+    """List what turns text into ids, and the defaults of generation: all but weights and shape."""
+    return _files(files.folder, (*_TOKENIZER, *_TEMPLATE, "generation_config.json"))
+
+
 def has_tokenizer(files: ModelFiles) -> bool:
     """Whether a checkpoint brings a tokenizer of any kind."""
     return bool(_files(files.folder, _TOKENIZER))

@@ -68,6 +68,7 @@ CODES = {
     "OutputError": 4,
     "EngineError": 5,
     "IncompleteError": 6,
+    "TrainingError": 8,
     "DatasetError": 7,
 }
 

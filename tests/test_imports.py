@@ -174,11 +174,14 @@ def test_the_format_and_the_kernels_import_nothing_of_ours(
     ("package", "allowed"),
     [
         ("vllm", ("rollout.engine", "rollout.capture.")),
-        ("transformers", ("rollout.render",)),
+        ("transformers", ("rollout.render", "rollout.replay_model")),
         ("fsspec", ("rollout.storage", "rollout.prompt_files")),
         ("triton", ("rollout.kernels.",)),
         ("click", ("rollout.cli",)),
-        ("pydantic", ("rollout.config", "rollout.jobfile", "rollout.prompts")),
+        (
+            "pydantic",
+            ("rollout.config", "rollout.jobfile", "rollout.prompts", "rollout.replay_config"),
+        ),
     ],
 )
 def test_each_package_has_its_place(
