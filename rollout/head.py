@@ -186,6 +186,8 @@ def head_logprobs(
     target_ids: Tensor,  # [N]
     temperature: Tensor,  # [N]
     plan: HeadPlan,
+    *,
+    check_targets: bool | None = None,
 ) -> HeadOutput:
     """Compute the trainer's log-probabilities of a batch, each row by its path.
 
@@ -199,12 +201,13 @@ def head_logprobs(
         target_ids: [N] int64, the sampled ids.
         temperature: [N] fp32; 0 in greedy rows, whose support is one id.
         plan: of this batch, on the device of `hidden`.
+        check_targets: see `rollout.kernels.support_head.support_logprobs`.
 
     Returns:
         The log-probabilities.
 
     Raises:
-        ValueError: shapes or dtypes disagree, or (CPU) a target is missing from its support.
+        ValueError: shapes or dtypes disagree, or a target is missing from its support.
     """
     inverse = torch.where(temperature > 0, temperature, 1.0).reciprocal()
     if plan.all_sparse:
@@ -216,6 +219,7 @@ def head_logprobs(
             target_ids,
             inverse,
             wide_rows=plan.wide_rows,
+            check_targets=check_targets,
         )
         return HeadOutput(
             target_logprobs=targets,
@@ -246,7 +250,9 @@ def head_logprobs(
             path_targets, path_entries = dense.targets, dense.entries
             tail_mass = tail_mass.index_copy(0, path.rows, dense.tail.exp())
         else:
-            path_targets, path_entries = support_logprobs(*arguments, wide_rows=plan.wide_rows)
+            path_targets, path_entries = support_logprobs(
+                *arguments, wide_rows=plan.wide_rows, check_targets=check_targets
+            )
         targets = targets.index_copy(0, path.rows, path_targets)
         if path.target_places.numel():
             path_entries = path_entries.index_select(0, path.entry_places)
@@ -297,6 +303,7 @@ def score_batch(
     plan: HeadPlan,
     *,
     loss_weights: Tensor | None = None,  # [N]
+    check_targets: bool | None = None,
 ) -> LossInputs:
     """Score a batch by its plan and join both sides, ready for `rollout.losses.compute_loss`.
 
@@ -309,12 +316,13 @@ def score_batch(
         batch: on the device of `hidden`.
         plan: of this batch, there too.
         loss_weights: [N], see `LossInputs`.
+        check_targets: see `rollout.kernels.support_head.support_logprobs`.
 
     Returns:
         The inputs of the loss.
 
     Raises:
-        ValueError: shapes or dtypes disagree, or (CPU) a target is missing from its support.
+        ValueError: shapes or dtypes disagree, or a target is missing from its support.
     """
     scores = head_logprobs(
         hidden,
@@ -324,6 +332,7 @@ def score_batch(
         batch.target_ids,
         batch.temperature,
         plan,
+        check_targets=check_targets,
     )
     return batch.loss_inputs(
         scores.target_logprobs,

@@ -11,9 +11,12 @@ import torch
 from loss_cases import LOSSES, everything, make_inputs, random_batch, run, take
 from torch import Tensor
 
-from rollout.losses import LossConfig, compute_loss
+from rollout.batch import RolloutBatch
+from rollout.head import plan_batch, score_batch
+from rollout.losses import LossConfig, LossOutputs, compute_loss
 
-HAZARDS: dict[str, tuple[str, dict[str, float], dict[str, Any]]] = {
+Hazards = dict[str, tuple[str, dict[str, float], dict[str, Any]]]
+HAZARDS: Hazards = {
     # name: which counter, values of the token, values of its entries or row
     "sampler -inf": ("nonfinite", {"sampler_logprobs": -math.inf}, {}),
     "sampler nan": ("nonfinite", {"sampler_logprobs": math.nan}, {}),
@@ -33,11 +36,17 @@ HAZARDS: dict[str, tuple[str, dict[str, float], dict[str, Any]]] = {
     "row of sentinels": ("unsupported", {}, {"sampler_support_logprobs": -9999.0, "all": True}),
     "no support": ("unsupported", {"support_valid": False}, {}),
 }
+UNREAD: Hazards = {
+    # beside all of these, on tokens outside of the loss mask
+    "ratio e^95": ("", {"trainer_logprobs": 0.0, "sampler_logprobs": -95.0}, {}),
+    "entry ratio e^95": ("", {}, {"sampler_support_logprobs": -95.0}),
+    "raw logit": ("", {"trainer_logprobs": 300.0}, {"trainer_support_logprobs": 300.0}),
+}
 
 
 def plant(values: dict[str, Any], row: int, hazard: str) -> None:
     """Write a hazard into a row of cloned fields."""
-    _, token, entry = HAZARDS[hazard]
+    _, token, entry = {**HAZARDS, **UNREAD}[hazard]
     start, end = values["support_offsets"][row : row + 2].tolist()
     for name, value in token.items():
         values[name][row] = value
@@ -92,6 +101,77 @@ def test_planted_hazards_are_counted_and_leave_no_trace(loss: Any, centering: An
 
 
 @LOSSES
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_planted_hazards_leave_no_trace_behind_the_heads(
+    loss: Any, impl: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if impl == "triton":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    names = ["good", "padding", "no support", "id outside", "-1e30", "masked", "rejected", "good"]
+    generator = torch.Generator().manual_seed(3)
+    hidden = (0.2 * torch.rand(len(names), 6, generator=generator)).requires_grad_()
+    weight = torch.randn(12, 6, generator=generator)
+    weight[11] = 0.0
+    weight[11, 0] = -1e30  # of the vocabulary, and of one support
+    weight.requires_grad_()
+    supports = [[i, i + 1, i + 2] for i in range(len(names))]
+    supports[2], supports[4] = [], [4, 11, 6]
+    log_q = torch.tensor([1 / 3] * 21).log()
+    log_q[3:6] = -math.inf
+    log_q[[12, 15]] = -95.0  # log p - log q is above 89 for the sampled ids of rows 5 and 6
+    sampled = torch.tensor([1 / 3] * 8).log()
+    sampled[[5, 6]] = -95.0
+    batch = RolloutBatch(
+        input_ids=torch.zeros(9, dtype=torch.int64),
+        position_ids=torch.arange(9),
+        cu_seqlens=torch.tensor([0, 9], dtype=torch.int32),
+        max_seqlen=9,
+        hidden_index=torch.arange(8),
+        target_ids=torch.tensor([0, 1, 2, 9, 4, 5, 6, 7]),
+        sampler_logprobs=sampled,
+        advantages=torch.ones(8),
+        loss_mask=torch.tensor([name != "masked" for name in names]),
+        temperature=torch.ones(8),
+        support_offsets=torch.tensor([0, *map(len, supports)]).cumsum(0),
+        support_ids=torch.tensor([i for ids in supports for i in ids], dtype=torch.int32),
+        sampler_support_logprobs=log_q,
+        support_valid=torch.tensor([name != "no support" for name in names]),
+        support_is_samples=torch.zeros(8, dtype=torch.bool),
+        sampler_tail_mass=torch.zeros(8),
+        rollout_index=torch.zeros(8, dtype=torch.int64),
+        global_denominator=7.0,
+        rollout_ids=("r",),
+    )
+    config = LossConfig(loss=loss, centering="exact", check_values=False)
+
+    def gradients(batch: RolloutBatch) -> tuple[LossOutputs, Tensor, Tensor]:
+        plan = plan_batch(batch, config, vocab_size=12, weight_dtype=torch.float32)
+        inputs = score_batch(hidden, weight, batch, plan, check_targets=False)
+        outputs = compute_loss(inputs, config)
+        grads = torch.autograd.grad(outputs.loss, [hidden, weight])
+        return outputs, grads[0], grads[1]
+
+    outputs, grad_hidden, grad_weight = gradients(batch)
+    assert int(outputs.metrics.num_nonfinite) == 2
+    assert int(outputs.metrics.num_unsupported) == 2
+    assert int(outputs.metrics.num_masked) == (loss != "reinforce")
+    assert torch.isfinite(outputs.loss)
+    assert torch.isfinite(grad_hidden).all()
+    assert torch.isfinite(grad_weight).all()
+    assert not grad_hidden[1:6].any()
+    assert grad_hidden[[0, 7]].any(1).all()
+    # the same without these rows: not one bit of theirs is in the weight's gradient
+    valid = torch.tensor([name in ("good", "rejected") for name in names])
+    alone, alone_hidden, alone_weight = gradients(dataclasses.replace(batch, loss_mask=valid))
+    assert torch.equal(outputs.loss, alone.loss)
+    assert torch.equal(grad_hidden, alone_hidden)
+    assert torch.equal(grad_weight, alone_weight)
+    plan = plan_batch(batch, config, vocab_size=12, weight_dtype=torch.float32)
+    with pytest.raises(ValueError, match="target id 9 is not in its support"):
+        score_batch(hidden, weight, batch, plan, check_targets=True)
+
+
+@LOSSES
 def test_a_ratio_beyond_float32_on_a_rejected_token_is_harmless(loss: Any) -> None:
     # log r = 95: exp overflows float32; ipo rejects it for its gap, icepop for its band
     logits = torch.tensor([0.0, -30.0], dtype=torch.float32, requires_grad=True)
@@ -109,11 +189,11 @@ def test_a_ratio_beyond_float32_on_a_rejected_token_is_harmless(loss: Any) -> No
 
 
 def test_masked_tokens_may_hold_anything() -> None:
-    values, _ = random_batch(8, 20, torch.float32)
+    values, _ = random_batch(8, 120, torch.float32)
     dirty = {k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()}
     off = (~values["loss_mask"]).nonzero()[:, 0].tolist()
-    assert off
-    names = [n for n in HAZARDS if n != "tail nan"]
+    assert len(off) > len(HAZARDS) + len(UNREAD)
+    names = [n for n in [*UNREAD, *HAZARDS] if n != "tail nan"]
     for i, row in enumerate(off):
         plant(dirty, row, names[i % len(names)])
     before, after = run(values, everything("icepop")), run(dirty, everything("icepop"))
