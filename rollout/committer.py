@@ -7,14 +7,22 @@ the other, units side by side.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from rollout.dataset import DatasetWriter
+from rollout.errors import DatasetError, OutputError, RolloutError
+from rollout.pending import PendingParts
 from rollout.rows import BadRowError, Rejection, RolloutRow, check_row
+from rollout.schema.records import CommitRecord
+from rollout.storage_errors import may_pass
+
+_log = logging.getLogger(__name__)
+_RETRY_SECONDS = 15.0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -27,6 +35,8 @@ class CommitStats:
     entries: int = 0
     covered: int = 0
     """Rollouts that another process had committed meanwhile."""
+    kept_rows: int = 0
+    """Rollouts that the output has not taken yet, in the local folder."""
     bad_rows: Counter[str] = field(default_factory=Counter)
     """Rollouts that may not reach a file, by reason; recorded as rejected."""
 
@@ -37,32 +47,57 @@ class _Part:
     rows: Sequence[RolloutRow]
     rejected: Sequence[Rejection]
     num_bytes: int
+    last: bool = False
+    """Stands for no rows, but for the end of its unit."""
 
 
 class Committer:
-    """Commits parts with a pool of threads."""
+    """Commits parts with a pool of threads; what the output does not take is kept locally.
 
-    def __init__(self, writer: DatasetWriter, prompts_path: str, threads: int) -> None:
+    While the output is out, parts go to the local folder at once and one thread asks the output
+    from time to time; when it is back that thread uploads what was kept. An error that no waiting
+    mends stops the job, with everything finished kept.
+    """
+
+    def __init__(
+        self,
+        writer: DatasetWriter,
+        prompts_path: str,
+        threads: int,
+        *,
+        pending: PendingParts | None = None,
+        on_done: Callable[[str], None] = lambda unit: None,
+        retry_seconds: float = _RETRY_SECONDS,
+    ) -> None:
         """Start the threads.
 
         Args:
             writer: the dataset.
             prompts_path: the prompts file, named in rejections.
             threads: parts of different units committed at once.
+            pending: where to keep what the output does not take; unset, that stops the job.
+            on_done: called with each unit given to `finish`, once its parts are committed.
+            retry_seconds: between looks at an output that was out.
         """
         self._writer = writer
         self._prompts_path = prompts_path
+        self._pending_parts = pending
+        self._on_done = on_done
+        self._retry_seconds = retry_seconds
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="rollout-commit")
         self._lock = threading.Condition()
         self._waiting: dict[str, deque[_Part]] = {}
         self._pending = 0
         self._pending_bytes = 0
         self._error: BaseException | None = None
+        self._outage: RolloutError | None = None
+        self._uploader: threading.Thread | None = None
+        self._giving_up = threading.Event()
         self.stats = CommitStats()
 
     @property
     def pending_bytes(self) -> int:
-        """Raw bytes handed over and not yet committed."""
+        """Raw bytes handed over and neither committed nor kept on the disk."""
         return self._pending_bytes
 
     def commit(self, unit: str, rows: Sequence[RolloutRow], rejected: Sequence[Rejection]) -> None:
@@ -74,39 +109,74 @@ class Committer:
             rejected: what was set aside.
 
         Raises:
-            RolloutError: an earlier commit failed.
+            RolloutError: an earlier commit failed, and there is no folder to keep this one in.
         """
         size = sum(row.num_bytes for row in rows)
-        part = _Part(unit=unit, rows=rows, rejected=rejected, num_bytes=size)
+        self._hand_over(_Part(unit=unit, rows=rows, rejected=rejected, num_bytes=size))
+
+    def finish(self, unit: str) -> None:
+        """Announce that nothing of a unit is left for now.
+
+        Raises:
+            RolloutError: see `commit`.
+        """
+        self._hand_over(_Part(unit=unit, rows=(), rejected=(), num_bytes=0, last=True))
+
+    def check(self) -> None:
+        """Say whether commits can't go on.
+
+        Raises:
+            RolloutError: why.
+        """
         with self._lock:
-            self._raise()
-            self._pending += 1
-            self._pending_bytes += size
-            if unit in self._waiting:
-                self._waiting[unit].append(part)  # the thread of this unit takes it up
-                return
-            self._waiting[unit] = deque()
-        self._pool.submit(self._run, part)
+            if self._error is not None:
+                raise self._error
 
     def wait(self) -> None:
         """Return once everything handed over is committed.
 
         Raises:
-            RolloutError: a commit failed; what follows it in its unit is not committed.
+            RolloutError: something is not; the message says where it is kept.
         """
         with self._lock:
             self._lock.wait_for(lambda: self._pending == 0)
-            self._raise()
+        uploader = self._uploader
+        self._giving_up.set()
+        if uploader is not None:
+            uploader.join()
+        if self.stats.kept_rows and self._error is None and self._outage is None:
+            self._upload_kept()  # kept just when the output came back
+        error = self._error or self._outage
+        if error is None:
+            return
+        if self.stats.kept_rows and isinstance(error, RolloutError) and self._pending_parts:
+            raise type(error)(
+                f"{error}; {self.stats.kept_rows} finished rollouts are kept in "
+                f"{self._pending_parts.folder}: the same command uploads them first"
+            ) from error
+        raise error
 
     def close(self) -> None:
         """End the threads; call `wait` before."""
         self._pool.shutdown()
 
+    def _hand_over(self, part: _Part) -> None:
+        with self._lock:
+            if self._pending_parts is None and self._error is not None:
+                raise self._error
+            self._pending += 1
+            self._pending_bytes += part.num_bytes
+            if part.unit in self._waiting:
+                self._waiting[part.unit].append(part)  # the thread of this unit takes it up
+                return
+            self._waiting[part.unit] = deque()
+        self._pool.submit(self._run, part)
+
     def _run(self, part: _Part | None) -> None:
         while part is not None:
             failed: BaseException | None = None
             try:
-                self._commit(part)
+                self._commit_or_keep(part)
             except BaseException as error:  # handed to whoever commits or waits next
                 failed = error
             with self._lock:
@@ -114,16 +184,102 @@ class Committer:
                 self._pending -= 1
                 self._pending_bytes -= part.num_bytes
                 queue = self._waiting[part.unit]
-                if failed is not None:
-                    self._pending -= len(queue)
-                    queue.clear()
                 unit = part.unit
                 part = queue.popleft() if queue else None
                 if part is None:
                     del self._waiting[unit]
                 self._lock.notify_all()
 
-    def _commit(self, part: _Part) -> None:
+    def _commit_or_keep(self, part: _Part) -> None:
+        if part.last:
+            if self._error is None and self._outage is None:
+                self._on_done(part.unit)
+            return
+        good, rejected = self._checked(part)
+        pending = self._pending_parts
+        stuck = self._error or self._outage
+        if stuck is None or pending is None:
+            try:
+                self._commit(part.unit, good, rejected)
+                return
+            except (OutputError, DatasetError) as error:
+                if pending is None:
+                    raise
+                self._out(error)
+        assert pending is not None
+        if self._save(pending, part.unit, good, rejected):
+            return
+        # no room, so the rollouts stay in memory and no more are admitted, until the output is back
+        _log.warning("%s is full: waiting for the output", pending.folder)
+        self._commit(part.unit, good, rejected)
+
+    def _out(self, error: RolloutError) -> None:
+        """Note that the output takes nothing, and see to it that it is asked again."""
+        with self._lock:
+            cause = error.__cause__
+            if cause is not None and not may_pass(cause):
+                self._error = self._error or error
+                return
+            if self._outage is None:
+                _log.warning("%s; keeping what is finished locally", error)
+                self._outage = error
+                self._uploader = threading.Thread(
+                    target=self._upload_kept, name="rollout-upload", daemon=True
+                )
+                self._uploader.start()
+
+    def _save(
+        self,
+        pending: PendingParts,
+        unit: str,
+        rows: Sequence[RolloutRow],
+        rejected: Sequence[Rejection],
+    ) -> bool:
+        try:
+            saved = pending.save(unit, rows, rejected)
+        except OSError as error:
+            raise OutputError(
+                f"output: takes nothing, and {pending.folder} neither: {error}"
+            ) from error
+        if saved:
+            with self._lock:
+                self.stats.kept_rows += len(rows)
+        return saved
+
+    def _upload_kept(self) -> None:
+        """Upload what is kept once the output is back; the last try is when the job waits."""
+        assert self._pending_parts is not None
+        last = False
+        while not last:
+            last = self._giving_up.wait(self._retry_seconds)
+            try:
+                for part in self._pending_parts.parts():
+                    with self._lock:
+                        self.stats.kept_rows -= len(part.keys)
+                    try:
+                        for record in self._pending_parts.commit(part, self._writer):
+                            self._count(record)
+                    except BaseException:
+                        with self._lock:
+                            self.stats.kept_rows += len(part.keys)
+                        raise
+            except (OutputError, DatasetError) as error:
+                with self._lock:
+                    self._outage = error
+                continue
+            except BaseException as error:
+                with self._lock:
+                    self._error = self._error or error
+                return
+            with self._lock:
+                if not self._pending_parts.parts():
+                    _log.warning("the output is back; everything that was kept is uploaded")
+                    self._outage = None
+                    self._uploader = None
+                    return
+                last = False
+
+    def _checked(self, part: _Part) -> tuple[list[RolloutRow], list[Rejection]]:
         good, rejected = [], list(part.rejected)
         for row in part.rows:
             try:
@@ -132,15 +288,16 @@ class Committer:
                 rejected.append(self._reject(row, error))
             else:
                 good.append(row)
-        record = self._writer.commit_part(part.unit, good, rejected)
         with self._lock:
             self.stats.bad_rows.update(r.reason for r in rejected[len(part.rejected) :])
-            self.stats.covered += len(good) - (0 if record is None else record.rows)
-            if record is not None:
-                self.stats.parts += 1
-                self.stats.rows += record.rows
-                self.stats.tokens += record.tokens
-                self.stats.entries += record.entries
+        return good, rejected
+
+    def _commit(self, unit: str, rows: list[RolloutRow], rejected: list[Rejection]) -> None:
+        record = self._writer.commit_part(unit, rows, rejected)
+        with self._lock:
+            self.stats.covered += len(rows) - (0 if record is None else record.rows)
+        if record is not None:
+            self._count(record)
 
     def _reject(self, row: RolloutRow, error: BadRowError) -> Rejection:
         return Rejection(
@@ -154,6 +311,9 @@ class Committer:
             num_prompt_tokens=row.prompt_token_ids.size,
         )
 
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
+    def _count(self, record: CommitRecord) -> None:
+        with self._lock:
+            self.stats.parts += 1
+            self.stats.rows += record.rows
+            self.stats.tokens += record.tokens
+            self.stats.entries += record.entries

@@ -247,6 +247,21 @@ class OutputConfig(Section):
     """Units committed side by side."""
     flush_seconds: Float = Field(default=100.0, gt=0.0)
     """Finished rollouts are committed at least this often."""
+    pending_path: Text | None = None
+    """Local folder for finished parts that the output does not take; uploaded when it does, also by
+    the next run. Null: `rollout/pending` in the user's cache folder."""
+    pending_bytes: Int = Field(default=32 * 2**30, ge=0)
+    """Most bytes kept there; past them no request is admitted until the output is back."""
+
+
+class FailuresConfig(Section):
+    """When a job gives up."""
+
+    engine_restarts: Int = Field(default=3, ge=0)
+    """How often an engine that died is started again; what was in flight is sampled again."""
+    max_failed_share: Float = Field(default=0.5, ge=0.0, le=1.0)
+    """Share of failed rollouts above which the job stops, once 64 have ended or at its end; 1
+    never stops."""
 
 
 class JobConfig(Section):
@@ -257,6 +272,7 @@ class JobConfig(Section):
     sampling: SamplingConfig
     output: OutputConfig
     capture: CaptureConfig = CaptureConfig()
+    failures: FailuresConfig = FailuresConfig()
     reward: Text | None = None
     """`file.py:function` or `module:function`, called with (prompt row, text, token ids)."""
     engine: JsonDict = {}

@@ -57,6 +57,7 @@ class DatasetWriter:
         self._commits: dict[str, list[CommitRecord]] = {}
         self._covered: set[tuple[str, int]] = set()
         self._rejected_prompts: set[str] = set()
+        self._set_aside_since: set[tuple[str, int | None]] = set()
         self._plan: dict[str, str] = {}
         self._next_plan = 0
 
@@ -105,6 +106,11 @@ class DatasetWriter:
         return self._rejected_prompts
 
     @property
+    def set_aside_since(self) -> Set[tuple[str, int | None]]:
+        """What other writers recorded as set aside since this one was opened, by key."""
+        return self._set_aside_since
+
+    @property
     def plan(self) -> Mapping[str, str]:
         """The unit of every planned prompt_key, in the plan's order."""
         return self._plan
@@ -114,6 +120,14 @@ class DatasetWriter:
         """Every commit record seen so far, by unit and part."""
         with self._lock:
             return [record for unit in sorted(self._commits) for record in self._commits[unit]]
+
+    def catch_up(self, unit: str) -> None:
+        """Learn what other writers have committed of a unit.
+
+        Raises:
+            DatasetError: a record can't be read.
+        """
+        self._catch_up(unit)
 
     def append_plan(self, entries: Iterable[PlanEntry]) -> int:
         """Assign prompts to units, for good; a prompt that has a unit keeps it.
@@ -307,6 +321,7 @@ class DatasetWriter:
             except FileNotFoundError:
                 return
             self._apply(record)
+            self._set_aside_since.update(record.rejected_keys)
 
     def _apply(self, record: CommitRecord) -> None:
         with self._lock:

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import os
 from dataclasses import dataclass
 from typing import Any
 
+from rollout.capture.lifeline import JOB_PID
 from rollout.capture.request import extra_args
 from rollout.capture.worker_config import CONFIG_KEY
 from rollout.config import CaptureConfig, SamplingConfig
 from rollout.errors import ConfigError, EngineError, RolloutError
 from rollout.model_files import ModelFiles
+
+_log = logging.getLogger(__name__)
 
 # what the job decides; each would change what is sampled or captured behind its back
 _OWNED = {
@@ -150,6 +154,7 @@ class Engine:
             EngineError: vLLM is not installed, or refuses to start.
         """
         _set_environment()
+        os.environ[JOB_PID] = str(os.getpid())
         engine_args = engine_arguments(files, capture, args, seed, has_tokenizer)
         _engine_args_class()
         from vllm import LLM
@@ -165,11 +170,11 @@ class Engine:
 
     def start_capture(self, folder: str) -> None:
         """Record into a spool folder from now on."""
-        self._llm.collective_rpc("capture_start", args=(folder,))
+        self._rpc("capture_start", folder)
 
     def stop_capture(self) -> None:
         """Stop recording; sampling goes on as in stock vLLM."""
-        self._llm.collective_rpc("capture_stop")
+        self._rpc("capture_stop")
 
     def flush_capture(self) -> None:
         """Wait until everything captured is in the spool; drains the steps in flight.
@@ -177,7 +182,7 @@ class Engine:
         Raises:
             EngineError: the capture has failed, for instance since the spool's disk is full.
         """
-        errors = [error for error in self._llm.collective_rpc("capture_flush") if error]
+        errors = [error for error in self._rpc("capture_flush") if error]
         if errors:
             raise EngineError(f"the capture failed: {errors[0]}")
 
@@ -191,7 +196,7 @@ class Engine:
         """
         import vllm
 
-        replies = self._llm.collective_rpc("capture_facts")
+        replies = self._rpc("capture_facts")
         facts = [reply for reply in replies if reply is not None]
         if len(facts) != 1:
             raise EngineError(f"{len(facts)} of {len(replies)} ranks capture, expected 1")
@@ -202,6 +207,7 @@ class Engine:
 
         Raises:
             RequestError: the engine refuses this one.
+            EngineError: the engine died.
 
         Args:
             request_id: unique among the requests in flight.
@@ -217,6 +223,8 @@ class Engine:
             )
         except (ValueError, TypeError) as error:
             raise RequestError(_first_line(error)) from error
+        except Exception as error:  # whatever else: the engine takes no requests any more
+            raise _died(error) from error
         self._internal[request_id] = internal
         if params.detokenize:
             self._with_text.add(request_id)
@@ -231,7 +239,7 @@ class Engine:
         try:
             outputs = self._llm.llm_engine.step()
         except Exception as error:
-            raise EngineError(f"vLLM died: {_first_line(error)}") from error
+            raise _died(error) from error
         finished = []
         for output in outputs:
             if not output.finished:
@@ -252,10 +260,17 @@ class Engine:
         return finished
 
     def abort(self, internal_ids: list[str]) -> None:
-        """Drop requests in flight; they are not returned by `step`."""
+        """Drop requests in flight; they are not returned by `step`.
+
+        Raises:
+            EngineError: the engine died.
+        """
         gone = set(internal_ids)
         external = [name for name, internal in self._internal.items() if internal in gone]
-        self._llm.llm_engine.abort_request(internal_ids, internal=True)
+        try:
+            self._llm.llm_engine.abort_request(internal_ids, internal=True)
+        except Exception as error:
+            raise _died(error) from error
         for name in external:
             del self._internal[name]
             self._with_text.discard(name)
@@ -290,8 +305,18 @@ class Engine:
         return bool(self._llm.llm_engine.has_unfinished_requests())
 
     def close(self) -> None:
-        """Shut the engine and its processes down."""
-        self._llm.llm_engine.engine_core.shutdown()
+        """Shut the engine and its processes down, also a dead one."""
+        try:
+            self._llm.llm_engine.engine_core.shutdown()
+        except Exception as error:  # its processes end with the job in any case
+            _log.warning("vLLM did not shut down: %s", _first_line(error))
+
+    def _rpc(self, method: str, *args: Any) -> list[Any]:
+        try:
+            replies: list[Any] = self._llm.collective_rpc(method, args=args)
+        except Exception as error:
+            raise _died(error) from error
+        return replies
 
 
 def engine_arguments(
@@ -391,6 +416,10 @@ def _set_environment() -> None:
     if not _has_cuda():
         # one process: three times the start-up otherwise, and no launch thread to keep free
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+
+def _died(error: Exception) -> EngineError:
+    return EngineError(f"vLLM died: {_first_line(error)}")
 
 
 def _first_line(error: BaseException) -> str:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from rollout.engine import Engine
+from rollout.errors import EngineError
 from rollout.resolve import ResolvedJob
+
+_log = logging.getLogger(__name__)
 
 
 class LazyEngine:
@@ -21,10 +27,15 @@ class LazyEngine:
         """
         self._job = job
         self.spool_folder = spool_folder
+        """Where the capture of the current engine writes: another folder for each."""
         self._engine: Engine | None = None
         # without a seed of the job's every run draws afresh: a resumed one must not repeat itself
         seed = job.config.sampling.seed
         self.seed = secrets.randbits(31) if seed is None else seed
+        self.deaths: list[str] = []
+        """What each death was, and what was in flight."""
+        self.while_starting: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Entered while an engine starts."""
 
     @property
     def running(self) -> Engine | None:
@@ -38,22 +49,58 @@ class LazyEngine:
             EngineError: it does not start.
         """
         if self._engine is None:
-            job = self._job
-            self._engine = Engine(
-                job.files,
-                job.config.capture,
-                job.config.engine,
-                seed=self.seed % 2**31,
-                has_tokenizer=job.renderer.has_tokenizer,
-            )
-            self._engine.start_capture(self.spool_folder)
+            with self.while_starting():
+                engine = self._start()
+            # from here on it is closed with the job, whatever happens
+            self._engine = engine
+            engine.start_capture(self.spool_folder)
         return self._engine
+
+    def restart(self, error: EngineError, batch: str) -> None:
+        """Give up a dead engine, so that the next `get` starts another.
+
+        Args:
+            error: what it died of.
+            batch: what it had in flight.
+
+        Raises:
+            EngineError: it has died more often than the job allows.
+        """
+        self.deaths.append(f"{error}; {batch}")
+        allowed = self._job.config.failures.engine_restarts
+        died = len(self.deaths)
+        _log.warning("the engine died, %d of %d restarts used: %s; %s", died, allowed, error, batch)
+        self._discard()
+        if died > allowed:
+            raise EngineError(
+                f"the engine died {died} times, failures.engine_restarts allows {allowed} "
+                f"restarts: {error}; {batch}; what was finished is committed, and the same command "
+                "goes on from there"
+            ) from error
+        if self._job.config.sampling.seed is None:
+            # an engine with the same seed would draw what the last one drew
+            self.seed = secrets.randbits(31)
+        base = self.spool_folder.removesuffix(f"/engine-{died - 1}")
+        self.spool_folder = f"{base}/engine-{died}"
 
     def close(self) -> None:
         """Stop the engine if it runs."""
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        self._discard()
+
+    def _start(self) -> Engine:
+        job = self._job
+        return Engine(
+            job.files,
+            job.config.capture,
+            job.config.engine,
+            seed=self.seed % 2**31,
+            has_tokenizer=job.renderer.has_tokenizer,
+        )
+
+    def _discard(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
 
 
 class KeptEngine:
@@ -88,8 +135,12 @@ class KeptEngine:
         self._num_jobs += 1
         return _LentEngine(job, spool_folder, self, self._seed + self._num_jobs)
 
-    def get(self, job: ResolvedJob) -> Engine:
+    def get(self, job: ResolvedJob, seed: int) -> Engine:
         """Return the running engine with the weights of a job.
+
+        Args:
+            job: the job.
+            seed: of the engine, where a new one is started.
 
         Raises:
             EngineError: it does not start, or does not take the weights.
@@ -113,7 +164,7 @@ class KeptEngine:
             files,
             job.config.capture,
             job.config.engine,
-            seed=(self._seed + self._num_jobs) % 2**31,
+            seed=seed % 2**31,
             has_tokenizer=job.renderer.has_tokenizer,
         )
         self._kind, self._weights = kind, files.weights_digest
@@ -135,13 +186,15 @@ class _LentEngine(LazyEngine):
         if job.config.sampling.seed is None:
             self.seed = seed
 
-    def get(self) -> Engine:
-        if self._engine is None:
-            self._engine = self._kept.get(self._job)
-            self._engine.start_capture(self.spool_folder)
-        return self._engine
-
     def close(self) -> None:
         if self._engine is not None:
             self._engine.stop_capture()
             self._engine = None
+
+    def _start(self) -> Engine:
+        return self._kept.get(self._job, self.seed)
+
+    def _discard(self) -> None:
+        # a dead engine serves no later job either
+        self._engine = None
+        self._kept.close()

@@ -53,3 +53,15 @@ class TrainingError(RolloutError, RuntimeError):
     """Raised when training can't go on: not finite, or weights that do not agree with the data."""
 
     exit_code = 8
+
+
+class StoppedError(RolloutError, RuntimeError):
+    """Raised when a signal asked a job to leave; what was finished is committed."""
+
+    exit_code = 9
+
+
+class TooManyFailedError(IncompleteError):
+    """Raised when a larger share of a job's rollouts failed than it allows."""
+
+    exit_code = 10

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 from rollout.config import JobConfig
 from rollout.dataset import DatasetWriter, dataset_exists
 from rollout.engine_start import KeptEngine, LazyEngine
+from rollout.errors import StoppedError
+from rollout.lease import Leases
+from rollout.pending import PendingParts
 from rollout.progress import Progress
-from rollout.resolve import resolve_job
+from rollout.resolve import ResolvedJob, resolve_job
 from rollout.run import Run
+from rollout.spool_folder import spool_folder
+from rollout.stop import StopSignals
 from rollout.storage import Storage
 from rollout.summary import Summary
-
-_MEMORY_DISK = Path("/dev/shm")
 
 
 def generate(
     config: JobConfig, *, show_progress: bool = True, kept: KeptEngine | None = None
 ) -> Summary:
     """Run a job until every rollout that it asks for is committed or set aside.
+
+    In the main thread, SIGTERM and SIGINT make it commit what is finished and leave.
 
     Args:
         config: the job.
@@ -31,25 +33,76 @@ def generate(
         What was done; also of what did not work.
 
     Raises:
+        StoppedError: a signal came; what was finished is committed.
         RolloutError: the job can't start, or can't go on; what was finished by then is committed.
     """
-    job = resolve_job(config)
-    storage = Storage.open(config.output.path, config.output.storage_options)
-    storage.probe()
-    exists = dataset_exists(storage, job.record)
-    parent = str(_MEMORY_DISK) if _MEMORY_DISK.is_dir() else None
-    with tempfile.TemporaryDirectory(prefix="rollout-spool-", dir=parent) as folder:
-        engine = LazyEngine(job, folder) if kept is None else kept.lend(job, folder)
+    with StopSignals() as signals:
         try:
-            if not exists:
-                engine.get()  # an engine that can't start leaves nothing in an empty output
-            writer = DatasetWriter.open(storage, job.record)
-            run = Run(job, writer, engine, Progress() if show_progress else None)
-            try:
-                run.work()
-            finally:
-                run.finish()
+            with signals.interruptible():
+                job = resolve_job(config)
+                storage = Storage.open(config.output.path, config.output.storage_options)
+                storage.probe()
+                exists = dataset_exists(storage, job.record)
+            signals.on_hurry = storage.give_up
+            with spool_folder() as folder:
+                engine = LazyEngine(job, folder) if kept is None else kept.lend(job, folder)
+                engine.while_starting = signals.interruptible
+                try:
+                    if not exists:
+                        engine.get()  # an engine that can't start leaves an empty output empty
+                    return _run(job, storage, engine, signals, show_progress=show_progress)
+                finally:
+                    engine.close()
+        except KeyboardInterrupt:
+            if signals.signal is None:
+                raise
+            raise StoppedError(
+                f"stopped by {signals.signal.name}; the same command goes on from here"
+            ) from None
+
+
+def _run(
+    job: ResolvedJob,
+    storage: Storage,
+    engine: LazyEngine,
+    signals: StopSignals,
+    *,
+    show_progress: bool,
+) -> Summary:
+    """Do the work, with what protects it around it."""
+    output = job.config.output
+    with signals.interruptible():
+        writer = DatasetWriter.open(storage, job.record)
+    pending = None
+    if storage.outlives_process:
+        pending = PendingParts.of(
+            output.pending_path, storage.identity, job.record.fingerprint, output.pending_bytes
+        )
+        pending.commit_all(writer)
+    leases = Leases(storage)
+    leases.start_renewing()
+    run = Run(
+        job,
+        writer,
+        engine,
+        Progress() if show_progress else None,
+        leases=leases,
+        pending=pending,
+        stopping=lambda: signals.requested,
+    )
+    try:
+        try:
+            run.work()
         finally:
-            engine.close()
-        writer.remove_orphans()
-        return run.summary()
+            run.finish()
+    except StoppedError:
+        assert signals.signal is not None
+        committed = run.summary().rollouts_committed
+        raise StoppedError(
+            f"stopped by {signals.signal.name}: {committed} rollouts were committed; the same "
+            "command goes on from here"
+        ) from None
+    finally:
+        leases.close()
+    writer.remove_orphans()
+    return run.summary()

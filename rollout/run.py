@@ -1,53 +1,43 @@
-"""One run of a job: a bounded window of requests, from admission to the hand-over for commit."""
+"""One run of a job: from the prompts that are missing to the hand-over for commit."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 
-import numpy as np
-
-from rollout.assemble import Assembler, Failure, suggested_capacity
-from rollout.capture import request as kinds
+from rollout.assemble import suggested_capacity
+from rollout.claims import Claims
 from rollout.committer import Committer
-from rollout.config import SamplingConfig
 from rollout.dataset import DatasetWriter
-from rollout.engine import Engine, Finished, RequestError, sampling_params
 from rollout.engine_start import LazyEngine
+from rollout.errors import StoppedError, TooManyFailedError
 from rollout.finish import Finisher, Request
+from rollout.lease import Leases
+from rollout.pending import PendingParts
 from rollout.progress import Progress
 from rollout.resolve import ResolvedJob
 from rollout.rows import Rejection
-from rollout.spool import SpoolReader
 from rollout.summary import Summary
 from rollout.units import UnitBuffers
+from rollout.window import Lost, Whole, Window
 from rollout.work import (
     Missing,
     SetAside,
     UnitClosed,
     UnitOpened,
+    Waiting,
     WorkItem,
     WorkStats,
     missing_work,
-    rollout_seed,
 )
 
 _log = logging.getLogger(__name__)
 _WINDOW = 3  # requests in flight for each that the engine runs at once
 _LOG_SECONDS = 60.0
-_ROWS_SECONDS = 60.0  # how long a returned request waits for its captured rows
-
-
-@dataclass(kw_only=True, slots=True)
-class _Returned:
-    """A rollout that the engine has returned, waiting for its captured rows."""
-
-    request: Request
-    finished: Finished
-    since: float = field(default_factory=time.monotonic)
+_IDLE_SECONDS = 0.02
+_ENOUGH_ENDED = 64  # rollouts after which the share of failed ones says something
 
 
 class Run:
@@ -59,6 +49,10 @@ class Run:
         writer: DatasetWriter,
         engine: LazyEngine,
         progress: Progress | None = None,
+        *,
+        leases: Leases | None = None,
+        pending: PendingParts | None = None,
+        stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         """Prepare; nothing starts before `work`.
 
@@ -67,21 +61,28 @@ class Run:
             writer: where it goes.
             engine: what samples; started with the first request.
             progress: where to show how far it is.
+            leases: by which processes share the output; unset, all of it is this one's.
+            pending: where to keep what the output does not take.
+            stopping: whether to commit what is finished and leave.
         """
         self._job = job
         self._writer = writer
         self._engine = engine
         self._progress = progress
+        self._stopping = stopping
         config = job.config
         self._budget = config.capture.spool_bytes
-        self._reader = SpoolReader(engine.spool_folder)
-        self._assembler = Assembler(capacity=config.capture.support_capacity)
-        self._committer = Committer(writer, config.prompts.path, config.output.commit_threads)
-        self._units = UnitBuffers(self._committer.commit, config.output)
+        self._window = Window(job, engine, stopping)
+        threads = config.output.commit_threads
+        self._claims = Claims(leases, most=threads)
+        self._committer = Committer(
+            writer, config.prompts.path, threads, pending=pending, on_done=self._claims.release
+        )
+        self._units = UnitBuffers(
+            self._committer.commit, config.output, done=self._committer.finish
+        )
         self._finisher = Finisher(job)
         self._work_stats = WorkStats()
-        self._in_flight: dict[str, Request] = {}
-        self._returned: dict[str, _Returned] = {}
         self._reasons: Counter[str] = Counter()
         self._rejected_prompts = 0
         self._rejected_rollouts = 0
@@ -93,27 +94,36 @@ class Run:
         self._held = 0.0
         self._logged = time.monotonic()
         self._start_time: float | None = None
-        self._last_returned: float | None = None
         self._end_time: float | None = None
 
     def work(self) -> None:
-        """Keep the window full until nothing is left, then wait for the last commit."""
-        requests = self._requests(missing_work(self._job.config, self._writer, self._work_stats))
+        """Keep the window full until nothing is left, then wait for the last commit.
+
+        Raises:
+            StoppedError: asked to; what was finished is handed over.
+            TooManyFailedError: more rollouts failed than the job allows.
+        """
+        requests = self._requests()
         exhausted = False
-        while True:
-            while not exhausted and len(self._in_flight) < self._window():
-                request = next(requests, None)
-                exhausted = request is None
-                if request is not None:
-                    self._start(request)
-            if not self._in_flight and not self._returned:
-                if exhausted:
+        while not exhausted or not self._window.empty:
+            self._check()
+            while not exhausted and self._window.num_in_flight < self._room():
+                try:
+                    request = next(requests)
+                except StopIteration:
+                    exhausted = True
                     break
-                # held back and nothing to step: only commits can make room, so commit everything
-                self._units.flush()
-                time.sleep(0.01)
-                continue
-            self._step(self._engine.get())
+                if request is None:
+                    break  # others hold what is left
+                self._start(request)
+            if self._window.empty:
+                if not exhausted:
+                    # nothing to step: only a commit can make room, or another process
+                    if self._room() == 0:
+                        self._units.flush()
+                    time.sleep(_IDLE_SECONDS)
+            else:
+                self._step()
             self._units.tick()
             self._show()
             self._log_largest_step()
@@ -124,6 +134,9 @@ class Run:
     def finish(self) -> None:
         """Commit what is finished, also after an error, and end the threads."""
         try:
+            if self._stopping() and not self._window.empty:
+                self._window.drain()
+            self._take_ended()
             self._units.flush()
             self._committer.wait()
         finally:
@@ -133,16 +146,19 @@ class Run:
 
     def summary(self) -> Summary:
         """Count up what was done."""
-        stats, capture, commits = self._work_stats, self._assembler.stats, self._committer.stats
+        stats, capture, commits = self._work_stats, self._window.stats, self._committer.stats
         start = self._start_time or 0.0
+        rejected = self._rejected_prompts + stats.rejected_elsewhere
         return Summary(
             prompts_read=stats.prompts + stats.rejected,
-            prompts_rejected=stats.rejected + self._rejected_prompts,
+            prompts_rejected=stats.rejected + rejected,
             prompts_truncated=self._job.renderer.truncated,
             rollouts_asked=stats.asked - self._rejected_rollouts,
             rollouts_skipped=stats.already_committed,
+            rollouts_elsewhere=stats.elsewhere,
             rollouts_committed=commits.rows,
-            rollouts_failed=self._failed + commits.bad_rows.total(),
+            rollouts_failed=self._failed + commits.bad_rows.total() + stats.failed_elsewhere,
+            max_failed_share=self._job.config.failures.max_failed_share,
             reasons=self._reasons + commits.bad_rows,
             reward_errors=self._finisher.reward_errors,
             first_reward_error=self._finisher.first_reward_error,
@@ -153,15 +169,31 @@ class Run:
             support_capacity=self._job.config.capture.support_capacity,
             suggested_capacity=suggested_capacity(capture.largest_step),
             seconds=(self._end_time or time.monotonic()) - start if start else 0.0,
-            seconds_sampling=(self._last_returned or start) - start,
+            seconds_sampling=(self._window.last_returned or start) - start,
             replaced_rows=capture.replaced_rows,
             rollouts_covered=commits.covered,
             seconds_waited=capture.waited,
             seconds_held=self._held,
             engine=self._writer.engine,
+            engine_deaths=list(self._engine.deaths),
         )
 
-    def _window(self) -> int:
+    def _check(self) -> None:
+        """Raise where the job is not to go on."""
+        if self._stopping():
+            raise StoppedError("stopped by a signal")
+        self._committer.check()
+        failed = self._failed + self._committer.stats.bad_rows.total()
+        ended = self._finished + self._failed
+        share = self._job.config.failures.max_failed_share
+        if ended >= _ENOUGH_ENDED and failed > share * ended:
+            common = ", ".join(reason for reason, _ in self._reasons.most_common(3))
+            raise TooManyFailedError(
+                f"{failed} of {ended} rollouts failed ({common}), failures.max_failed_share "
+                f"allows {share:g}; the rejected table of the output names each"
+            )
+
+    def _room(self) -> int:
         """Return how many requests may be in flight: none while the host holds too much."""
         engine = self._engine.running
         if engine is None:
@@ -172,35 +204,30 @@ class Run:
             self._held += now - self._held_since
         self._held_since = now if over else None
         if self._host_bytes() > 2 * self._budget:
-            self._drop_widest()
+            self._window.drop_widest(
+                f"the host holds more than twice capture.spool_bytes ({self._budget}): the output "
+                "is slower than the engine; raise it, use a faster output or a smaller max_num_seqs"
+            )
+            self._take_ended()
         return 0 if over else _WINDOW * engine.max_num_seqs
 
     def _host_bytes(self) -> int:
         """Count what the host holds: unread spool, rows in work, finished rollouts."""
-        return (
-            self._reader.backlog_bytes()
-            + self._assembler.num_bytes
-            + self._units.num_bytes
-            + self._committer.pending_bytes
-        )
+        return self._window.num_bytes + self._units.num_bytes + self._committer.pending_bytes
 
-    def _drop_widest(self) -> None:
-        widest = self._assembler.widest()
-        if widest is None or widest not in self._in_flight:
-            return
-        self._assembler.close(widest)
-        self._engine.get().abort([widest])
-        detail = (
-            f"the host holds more than twice capture.spool_bytes ({self._budget}): the output is "
-            "slower than the engine; raise it, use a faster output or a smaller max_num_seqs"
-        )
-        failure = Failure(request_id=widest, reason="spool_full", detail=detail)
-        self._fail(self._in_flight.pop(widest), failure)
+    def _requests(self) -> Iterator[Request | None]:
+        """Follow the units and render their prompts; what can't run is set aside on the way.
 
-    def _requests(self, items: Iterator[WorkItem]) -> Iterator[Request]:
-        """Follow the units and render their prompts; what can't run is set aside on the way."""
+        Yields:
+            A request, or null where there is none for now.
+        """
+        items: Iterator[WorkItem] = missing_work(
+            self._job.config, self._writer, self._work_stats, claims=self._claims
+        )
         for item in items:
-            if isinstance(item, UnitOpened):
+            if isinstance(item, Waiting):
+                yield None
+            elif isinstance(item, UnitOpened):
                 self._units.open(item.unit)
             elif isinstance(item, UnitClosed):
                 self._units.close(item.unit)
@@ -225,74 +252,39 @@ class Run:
             yield Request(item=item, sample_index=index, prompt_token_ids=rendered)
 
     def _start(self, request: Request) -> None:
-        engine = self._engine.get()
+        self._engine.get()
         if self._start_time is None:
             self._start_time = time.monotonic()
-        prompt, sampling = request.item.prompt, request.item.prompt.sampling
-        seed = rollout_seed(self._engine.seed, prompt.key, request.sample_index)
-        params = sampling_params(
-            sampling,
-            kind=_row_kind(sampling, self._job.config.capture.top),
-            draw_seed=seed,
-            seed=None if self._job.config.sampling.seed is None else seed,
-            stop_ids=self._job.stop_ids,
-        )
         self._units.start(request.unit)
-        name = f"{prompt.key[:16]}-{request.sample_index}"
         try:
-            internal = engine.add(name, request.prompt_token_ids, params)
-        except RequestError as error:
-            failure = Failure(request_id=name, reason="request_refused", detail=str(error))
-            self._fail(request, failure, stage="sample")
-            return
-        self._in_flight[internal] = request
+            self._window.start(request)
+        finally:
+            self._take_ended()
 
-    def _step(self, engine: Engine) -> None:
-        running = engine.has_unfinished
-        if running:
-            for finished in engine.step():
-                self._last_returned = time.monotonic()
-                self._returned[finished.internal_id] = _Returned(
-                    request=self._in_flight.pop(finished.internal_id), finished=finished
-                )
-        else:
-            engine.flush_capture()  # nothing more is coming: what is missing now stays missing
-        self._collect(final=not running)
+    def _step(self) -> None:
+        try:
+            self._window.step()
+        finally:
+            self._take_ended()
 
-    def _collect(self, *, final: bool) -> None:
-        """Take in captured rows, fail what can't be recorded, finish what is whole."""
-        for failure in self._assembler.feed(self._reader.poll()):
-            self._assembler.close(failure.request_id)
-            if failure.request_id in self._in_flight:
-                self._engine.get().abort([failure.request_id])
-                self._fail(self._in_flight.pop(failure.request_id), failure)
-            elif failure.request_id in self._returned:
-                self._fail(self._returned.pop(failure.request_id).request, failure)
-        now = time.monotonic()
-        for internal_id, returned in list(self._returned.items()):
-            token_ids = np.array(returned.finished.token_ids, np.int32)
-            captured = self._assembler.take(internal_id, token_ids)
-            if captured is None:
-                if now - returned.since < _ROWS_SECONDS and not final:
-                    continue
-                self._engine.get().flush_capture()  # raises where the capture itself has failed
-                captured = self._assembler.missing(internal_id, len(token_ids))
-            del self._returned[internal_id]
-            if isinstance(captured, Failure):
-                self._fail(returned.request, captured)
-                continue
-            if not self._writer.engine:
-                self._writer.engine = self._engine.get().facts()
-            row = self._finisher.row(returned.request, returned.finished, token_ids, captured)
-            self._finished += 1
-            self._tokens += len(token_ids)
-            self._entries += 0 if row.support_entries is None else row.support_entries.size
-            self._units.add(returned.request.unit, row)
+    def _take_ended(self) -> None:
+        for ended in self._window.take_ended():
+            if isinstance(ended, Lost):
+                self._failed += 1
+                self._reasons[ended.failure.reason] += 1
+                rejection = self._finisher.rejection(ended.request, ended.failure, ended.stage)
+                self._units.fail(ended.request.unit, rejection)
+            else:
+                self._finish_whole(ended)
 
-    def _fail(self, request: Request, failure: Failure, stage: str = "capture") -> None:
-        self._failed += 1
-        self._reasons[failure.reason] += 1
-        self._units.fail(request.unit, self._finisher.rejection(request, failure, stage))
+    def _finish_whole(self, whole: Whole) -> None:
+        if not self._writer.engine:
+            self._writer.engine = dict(self._window.facts)
+        row = self._finisher.row(whole.request, whole.finished, whole.token_ids, whole.captured)
+        self._finished += 1
+        self._tokens += len(whole.token_ids)
+        self._entries += 0 if row.support_entries is None else row.support_entries.size
+        self._units.add(whole.request.unit, row)
 
     def _show(self) -> None:
         if self._progress is not None:
@@ -301,24 +293,18 @@ class Run:
                 total=self._work_stats.asked - self._work_stats.already_committed,
                 tokens=self._tokens,
                 entries=self._entries,
-                largest=self._assembler.stats.largest_step,
-                stalled=self._assembler.stats.waited + self._held,
+                largest=self._window.stats.largest_step,
+                stalled=self._window.stats.waited + self._held,
             )
 
     def _log_largest_step(self) -> None:
         now = time.monotonic()
         if now - self._logged >= _LOG_SECONDS:
             self._logged = now
-            largest = self._assembler.stats.largest_step
+            largest = self._window.stats.largest_step
             _log.info(
                 "largest step so far: %d entries of a capacity of %d, %d would do",
                 largest,
                 self._job.config.capture.support_capacity,
                 suggested_capacity(largest),
             )
-
-
-def _row_kind(sampling: SamplingConfig, top: int) -> int:
-    if sampling.temperature == 0.0:
-        return kinds.GREEDY
-    return {"kept": kinds.KEPT, "top": kinds.TOP, "none": kinds.NONE}[sampling.support_kind(top)]

@@ -57,6 +57,7 @@ class Storage:
         self._options = options
         self._retry_seconds = retry_seconds
         self._full_url = url
+        self._given_up = threading.Event()
         self._connect(fresh=False)
         self.url = re.sub(r"//[^/@]*@", "//", url)
         """Where it is, for messages."""
@@ -97,6 +98,17 @@ class Storage:
         """Whether `create_exclusive` holds between processes."""
         return self.local_root is not None or bool(_CONDITIONAL_PUT & set(self._protocols()))
 
+    @property
+    def outlives_process(self) -> bool:
+        """Whether what is written is there after this process has ended."""
+        return not self._in_memory()
+
+    @property
+    def identity(self) -> str:
+        """Where it is, spelled the same however a job names it, and without secrets."""
+        root = self.local_root
+        return self.url if root is None else str(root.resolve())
+
     def scratch_folder(self) -> Path:
         """A local folder for unfinished files, which may not exist yet.
 
@@ -119,6 +131,20 @@ class Storage:
         def read() -> bytes:
             with self._guard():
                 return bytes(self._fs.cat_file(self._path(name)))
+
+        return self._call("read", name, read, DatasetError)
+
+    def read_range(self, name: str, start: int, size: int) -> bytes:
+        """Read consecutive bytes of a file in one request; fewer where it ends earlier.
+
+        Raises:
+            FileNotFoundError: there is none.
+            DatasetError: it can't be read.
+        """
+
+        def read() -> bytes:
+            with self._guard():
+                return bytes(self._fs.cat_file(self._path(name), start=start, end=start + size))
 
         return self._call("read", name, read, DatasetError)
 
@@ -291,6 +317,10 @@ class Storage:
                 self.url,
             )
 
+    def give_up(self) -> None:
+        """End every call that is waiting to try again, and try no call twice from now on."""
+        self._given_up.set()
+
     def remove_stale_scratch(self) -> None:
         """Remove what killed writers left in the scratch folder of a local storage."""
         if self.local_root is not None:
@@ -354,7 +384,11 @@ class Storage:
                 self._connect(fresh=True)
 
         retrying = tenacity.Retrying(
-            stop=tenacity.stop_after_delay(self._retry_seconds),
+            stop=tenacity.stop_any(
+                tenacity.stop_after_delay(self._retry_seconds),
+                tenacity.stop_when_event_set(self._given_up),
+            ),
+            sleep=tenacity.sleep_using_event(self._given_up),
             wait=tenacity.wait_random_exponential(multiplier=0.5, max=15),
             retry=tenacity.retry_if_exception(may_pass),
             before_sleep=before_sleep,

@@ -22,9 +22,13 @@ class Summary:
     """Rollouts of the prompts that were not rejected."""
     rollouts_skipped: int = 0
     """Committed by an earlier run."""
+    rollouts_elsewhere: int = 0
+    """Committed by other processes of the job while this one ran."""
     rollouts_committed: int = 0
     """Committed by this run."""
     rollouts_failed: int = 0
+    max_failed_share: float = 1.0
+    """Share of failed rollouts above which a job is no success of any kind."""
     reasons: Counter[str] = field(default_factory=Counter)
     """Rejected prompts and failed rollouts by reason."""
     reward_errors: int = 0
@@ -50,6 +54,8 @@ class Summary:
     seconds_held: float = 0.0
     """That no request was admitted since the host held too much."""
     engine: dict[str, Any] = field(default_factory=dict)
+    engine_deaths: list[str] = field(default_factory=list)
+    """What each death of the engine was, and what was in flight and sampled again."""
 
     @property
     def reconciles(self) -> bool:
@@ -58,7 +64,12 @@ class Summary:
 
     def _accounted(self) -> int:
         done = self.rollouts_skipped + self.rollouts_committed + self.rollouts_covered
-        return done + self.rollouts_failed
+        return done + self.rollouts_elsewhere + self.rollouts_failed
+
+    @property
+    def too_many_failed(self) -> bool:
+        """Whether a larger share failed than the job allows."""
+        return self.rollouts_failed > self.max_failed_share * self.rollouts_asked
 
     def problem(self) -> str | None:
         """Say in one sentence what is missing at the end, if anything is."""
@@ -94,11 +105,13 @@ class Summary:
         rate = self.tokens / self.seconds if self.seconds else 0.0
         mean = self.entries / self.tokens if self.tokens else 0.0
         cut = f", {self.prompts_truncated} truncated" if self.prompts_truncated else ""
+        others = self.rollouts_elsewhere + self.rollouts_covered
+        elsewhere = f"{others} by other processes, " if others else ""
         lines = [
             ("prompts", f"{self.prompts_read} read, {self.prompts_rejected} rejected{cut}"),
             (
                 "rollouts",
-                f"{self.rollouts_asked} asked, {self.rollouts_skipped} already there, "
+                f"{self.rollouts_asked} asked, {self.rollouts_skipped} already there, {elsewhere}"
                 f"{self.rollouts_committed} committed, {self.rollouts_failed} failed",
             ),
             ("tokens", f"{self.tokens} in {self.seconds:.1f} s, {rate:.0f} tokens/s"),
@@ -110,6 +123,7 @@ class Summary:
         stalls = f"waited {self.seconds_waited:.1f} s for capture buffers"
         lines.append(("stalls", f"{stalls}, {self.seconds_held:.1f} s for the output"))
         lines += [("reason", f"{reason}: {count}") for reason, count in self.reasons.most_common()]
+        lines += [("engine died", death) for death in self.engine_deaths]
         if self.reward_errors:
             lines.append(("reward", f"{self.reward_errors} failed: {self.first_reward_error}"))
         return "\n".join(_line(name, text) for name, text in lines)

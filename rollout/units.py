@@ -31,6 +31,8 @@ class UnitBuffers:
         commit: Callable[[str, list[RolloutRow], list[Rejection]], None],
         config: OutputConfig,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        done: Callable[[str], None] = lambda unit: None,
     ) -> None:
         """Start with nothing in work.
 
@@ -38,7 +40,9 @@ class UnitBuffers:
             commit: takes a part: a unit with its finished rollouts and rejections.
             config: the job's `output` section.
             clock: seconds.
+            done: told of each unit of which nothing is left for now, after its last part.
         """
+        self._done = done
         self._take_part = commit
         self._config = config
         self._clock = clock
@@ -113,6 +117,7 @@ class UnitBuffers:
             del self._in_flight[unit]
             if unit in self._buffers:
                 self._commit(unit)
+            self._done(unit)
 
     def _commit(self, unit: str) -> None:
         buffer = self._buffers.get(unit)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from rollout.claims import Claims
 from rollout.config import JobConfig
 from rollout.dataset import DatasetWriter
 from rollout.prompts import Prompt, read_prompts
@@ -58,9 +59,19 @@ class WorkStats:
     asked: int = 0
     """Rollouts asked for by the readable prompts."""
     already_committed: int = 0
+    elsewhere: int = 0
+    """Committed by other processes since this one started."""
+    failed_elsewhere: int = 0
+    rejected_elsewhere: int = 0
+    """Prompts that other processes set aside meanwhile."""
 
 
-WorkItem = UnitOpened | UnitClosed | Missing | SetAside
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Waiting:
+    """Nothing to start for now: other processes hold what is left."""
+
+
+WorkItem = UnitOpened | UnitClosed | Missing | SetAside | Waiting
 
 
 def missing_work(
@@ -68,25 +79,63 @@ def missing_work(
     writer: DatasetWriter,
     stats: WorkStats,
     *,
+    claims: Claims | None = None,
     lot_prompts: int = LOT_PROMPTS,
 ) -> Iterator[WorkItem]:
     """Yield what to do, in the order of the rows; new prompts are planned before they are yielded.
+
+    Where processes share the output, each takes some of a lot's free units at a time and comes
+    back for those that others held, to find them done or their holder gone.
 
     Args:
         config: the job.
         writer: the dataset, with its plan and what is committed.
         stats: counted up as rows are read.
+        claims: decides which units are this process's; unset, all are.
         lot_prompts: rows that are read ahead and planned together.
 
     Raises:
         InputError: the prompts can't be read.
         OutputError: the plan can't be written.
     """
+    claims = claims or Claims()
+    held = yield from _pass(config, writer, stats, claims, lot_prompts, None)
+    while held:
+        while not claims.any_free(unit for _, unit in held):
+            yield Waiting()
+        held = yield from _pass(config, writer, stats, claims, lot_prompts, held)
+
+
+def _pass(
+    config: JobConfig,
+    writer: DatasetWriter,
+    stats: WorkStats,
+    claims: Claims,
+    lot_prompts: int,
+    only: set[tuple[int, str]] | None,
+) -> Generator[WorkItem, None, set[tuple[int, str]]]:
+    """Go through the file once.
+
+    Args:
+        config: the job.
+        writer: the dataset.
+        stats: counted up.
+        claims: which units are this process's.
+        lot_prompts: rows of a lot.
+        only: lots and units that are left; null in the first pass, which counts the rows.
+
+    Returns:
+        The lots and units that others hold.
+    """
     rows = read_prompts(config.prompts, config.sampling)
     numbers = _UnitNumbers(writer.plan)
     size = config.output.unit_prompts
     last_unit = unit_name(max(numbers.next() - 1, 0))
-    while lot := list(itertools.islice(rows, lot_prompts)):
+    held: set[tuple[int, str]] = set()
+    for number in itertools.count():
+        lot = list(itertools.islice(rows, lot_prompts))
+        if not lot:
+            return held
         new = [row for row in lot if isinstance(row, Prompt) and row.key not in writer.plan]
         first, units = numbers.next(), -(-len(new) // size)
         writer.append_plan(
@@ -99,9 +148,21 @@ def missing_work(
             )
             for i, prompt in enumerate(new)
         )
-        planned = [writer.plan[row.key] for row in lot if isinstance(row, Prompt)]
-        yield from _lot_work(lot, writer, stats, planned[0] if planned else last_unit)
-        last_unit = planned[-1] if planned else last_unit
+        planned = []
+        for row in lot:
+            # rejected rows go with the prompt before them
+            if isinstance(row, Prompt):
+                last_unit = writer.plan[row.key]
+            planned.append((row, last_unit))
+        # ... or after them, in a lot's beginning
+        if isinstance(lot[0], Rejection):
+            start = next((i for i, row in enumerate(lot) if isinstance(row, Prompt)), 0)
+            planned[:start] = [(row, planned[start][1]) for row in lot[:start]]
+        if only is not None:
+            planned = [(row, unit) for row, unit in planned if (number, unit) in only]
+        lot_work = _Lot(planned, writer, stats, first_time=only is None)
+        held |= {(number, unit) for unit in (yield from lot_work.work(claims))}
+    raise AssertionError("a file ends")
 
 
 class _UnitNumbers:
@@ -122,32 +183,117 @@ class _UnitNumbers:
         return self._highest + 1
 
 
-def _lot_work(
-    lot: list[Prompt | Rejection], writer: DatasetWriter, stats: WorkStats, unit: str
-) -> Iterator[WorkItem]:
-    """Follow a lot in order; rejected rows go with the prompt before them."""
-    units = []
-    for row in lot:
-        if isinstance(row, Prompt):
-            unit = writer.plan[row.key]
-        units.append(unit)
-    last_row = {unit: i for i, unit in enumerate(units)}
-    for unit in last_row:
-        yield UnitOpened(unit=unit)
-    for i, (row, unit) in enumerate(zip(lot, units, strict=True)):
-        if isinstance(row, Rejection):
-            stats.rejected += 1
-            yield SetAside(unit=unit, rejection=row)
-        else:
-            indices = range(row.sampling.n)
-            missing = tuple(k for k in indices if (row.key, k) not in writer.covered)
-            stats.prompts += 1
-            stats.asked += len(indices)
-            stats.already_committed += len(indices) - len(missing)
-            if missing:
+class _Lot:
+    """Rows that are planned together, by unit."""
+
+    def __init__(
+        self,
+        rows: list[tuple[Prompt | Rejection, str]],
+        writer: DatasetWriter,
+        stats: WorkStats,
+        *,
+        first_time: bool,
+    ) -> None:
+        self._rows = rows
+        self._writer = writer
+        self._stats = stats
+        if not first_time:
+            return
+        for row, _ in rows:
+            if isinstance(row, Rejection):
+                stats.rejected += 1
+            else:
+                stats.prompts += 1
+                stats.asked += row.sampling.n
+                stats.already_committed += row.sampling.n - len(self._missing(row))
+
+    def work(self, claims: Claims) -> Generator[WorkItem, None, list[str]]:
+        """Yield the work of the units that can be had.
+
+        Returns:
+            The units that others hold.
+        """
+        units = list(dict.fromkeys(unit for _, unit in self._rows))
+        before = {unit: self._left(unit) for unit in units}
+        idle = [unit for unit in units if before[unit] == 0 and not self._unrecorded(unit)]
+        if len(idle) == len(units):
+            # nothing to take, but the units are seen to have been looked at
+            yield from self._items(units)
+            return []
+        yield from self._items(idle)
+        todo = [unit for unit in units if unit not in set(idle)]
+        held: list[str] = []
+        while todo:
+            taken, others = claims.take(todo)
+            held += others
+            todo = [unit for unit in todo if unit not in {*taken, *others}]
+            for unit in taken:
+                # only now that nobody else works on it
+                self._writer.catch_up(unit)
+                self._count_elsewhere(unit, before[unit])
+            yield from self._items(taken)
+        return held
+
+    def _items(self, units: Sequence[str]) -> Iterator[WorkItem]:
+        chosen = set(units)
+        rows = [(row, unit) for row, unit in self._rows if unit in chosen]
+        last_row = {unit: i for i, (_, unit) in enumerate(rows)}
+        for unit in last_row:
+            yield UnitOpened(unit=unit)
+        for i, (row, unit) in enumerate(rows):
+            if isinstance(row, Rejection):
+                yield SetAside(unit=unit, rejection=row)
+            elif missing := self._missing(row):
                 yield Missing(unit=unit, prompt=row, sample_indices=missing)
-        if i == last_row[unit]:
-            yield UnitClosed(unit=unit)
+            if i == last_row[unit]:
+                yield UnitClosed(unit=unit)
+
+    def _missing(self, prompt: Prompt) -> tuple[int, ...]:
+        writer = self._writer
+        if (prompt.key, None) in writer.set_aside_since:
+            return ()
+        keys = ((prompt.key, index) for index in range(prompt.sampling.n))
+        return tuple(
+            key[1]
+            for key in keys
+            if key not in writer.covered and key not in writer.set_aside_since
+        )
+
+    def _left(self, unit: str) -> int:
+        return sum(
+            len(self._missing(row))
+            for row, of in self._rows
+            if of == unit and isinstance(row, Prompt)
+        )
+
+    def _unrecorded(self, unit: str) -> bool:
+        known = self._writer.rejected_prompts
+        return any(
+            isinstance(row, Rejection) and row.prompt_key not in known
+            for row, of in self._rows
+            if of == unit
+        )
+
+    def _count_elsewhere(self, unit: str, before: int) -> None:
+        """Count what other processes did of a unit since its rows were first looked at."""
+        done = before - self._left(unit)
+        for row, of in self._rows:
+            if of != unit or isinstance(row, Rejection):
+                continue
+            keys = [(row.key, index) for index in range(row.sampling.n)]
+            if (row.key, None) in self._writer.set_aside_since:
+                left = sum(key not in self._writer.covered for key in keys)
+                self._stats.rejected_elsewhere += 1
+                self._stats.asked -= left
+                done -= left
+                continue
+            failed = sum(
+                key in self._writer.set_aside_since and key not in self._writer.covered
+                for key in keys
+            )
+            self._stats.failed_elsewhere += failed
+            done -= failed
+        self._stats.elsewhere += done
 
 
 def group_id(fingerprint: str, prompt_key: str) -> str:
