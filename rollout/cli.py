@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from rollout.errors import IncompleteError, RolloutError
+from rollout.errors import IncompleteError, RolloutError, TooManyFailedError
 from rollout.version import VERSION
 
 
@@ -28,6 +28,15 @@ def _expected_errors(command: Callable[..., None]) -> Callable[..., None]:
             sys.exit(error.exit_code)
 
     return run
+
+
+_storage_options = click.option(
+    "--storage-option",
+    "storage_options",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Option of the fsspec filesystem, JSON or text; the environment works too.",
+)
 
 
 @click.group()
@@ -70,17 +79,24 @@ def generate(path: str, overrides: Sequence[str], dry_run: bool, as_json: bool) 
         click.echo(f"look at it:   rollout inspect {config.output.path}")
     problem = summary.problem()
     if problem is not None:
-        raise IncompleteError(problem)
+        raise (TooManyFailedError if summary.too_many_failed else IncompleteError)(problem)
 
 
 @main.command()
 @click.argument("path")
+@click.option("--prompt", metavar="ID", help="Show one prompt: its id, or the start of its key.")
+@click.option("--sample", type=int, metavar="N", help="Show one sample of it, token by token.")
+@click.option("--token", type=int, metavar="T", help="Show one token of it with its alternatives.")
+@click.option("--full", is_flag=True, help="Read every shard; else a sample of a large dataset.")
+@click.option("--tokenizer", metavar="FOLDER", help="Where the model's tokenizer.json is.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; see docs/inspect.md.")
+@_storage_options
 @_expected_errors
-def inspect(path: str) -> None:
-    """Show what a dataset holds."""
-    from rollout.inspect import format_report, inspect_dataset
+def inspect(path: str, storage_options: Sequence[str], **asked: Any) -> None:
+    """Show what a dataset holds, or one prompt, sample or token of it."""
+    from rollout.inspect_command import run_inspect
 
-    click.echo(format_report(inspect_dataset(path)))
+    click.echo(run_inspect(path, storage_options, **asked))
 
 
 @main.command()

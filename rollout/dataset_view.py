@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Final
 
 import pyarrow.parquet as pq
 
@@ -16,6 +18,8 @@ from rollout.schema.records import CommitRecord, DatasetRecord
 from rollout.shard import open_shard, verify_shard
 from rollout.sidecars import read_plan, read_rejected
 from rollout.storage import Storage
+
+_READERS: Final = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +41,9 @@ class DatasetView:
         """What is set aside and was not sampled later, each once: the last word on it."""
         last: dict[tuple[str, int | None], Rejection] = {}
         sampled = {key for key, _ in self.covered}
-        for record in self.commits:
-            if record.rejected_file is None:
-                continue
-            data = self.storage.read_bytes(record.rejected_file)
-            for item in read_rejected(data, record.rejected_file):
+        names = [name for record in self.commits if (name := record.rejected_file) is not None]
+        for name, data in zip(names, self._read_all(names), strict=True):
+            for item in read_rejected(data, name):
                 last[item.key] = item
         return tuple(
             item
@@ -62,12 +64,20 @@ class DatasetView:
     def plan(self) -> tuple[PlanEntry, ...]:
         """Every planned prompt, in the plan's order."""
         entries: dict[str, PlanEntry] = {}
-        for base in self.storage.list(layout.PLAN_FOLDER):
-            if layout.parse_plan(base) is not None:
-                name = f"{layout.PLAN_FOLDER}/{base}"
-                for entry in read_plan(self.storage.read_bytes(name), name):
-                    entries.setdefault(entry.prompt_key, entry)
+        names = [
+            f"{layout.PLAN_FOLDER}/{base}"
+            for base in self.storage.list(layout.PLAN_FOLDER)
+            if layout.parse_plan(base) is not None
+        ]
+        for name, data in zip(names, self._read_all(names), strict=True):
+            for entry in read_plan(data, name):
+                entries.setdefault(entry.prompt_key, entry)
         return tuple(entries.values())
+
+    def _read_all(self, names: list[str]) -> list[bytes]:
+        """Read small files side by side."""
+        with ThreadPoolExecutor(_READERS) as pool:
+            return list(pool.map(self.storage.read_bytes, names))
 
     def open_shard(self, record: CommitRecord) -> pq.ParquetFile:
         """Open a part's shard with page checksums verified; close it after use.

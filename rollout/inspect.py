@@ -4,186 +4,106 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
+from rollout.agreement_file import read_agreement
 from rollout.dataset import DatasetView, read_dataset
-from rollout.errors import DatasetError
-from rollout.report import InspectReport, SupportReport, format_report
+from rollout.inspect_text import format_report
+from rollout.report import InspectReport
 from rollout.schema import layout
-from rollout.schema.records import CommitRecord
+from rollout.shard_scan import ShardScan
 from rollout.storage import Storage
-from rollout.tally import Tally
+from rollout.tallies import COLUMNS, Tallies
 
-__all__ = ["InspectReport", "format_report", "inspect_dataset"]
+__all__ = ["InspectReport", "format_report", "inspect_dataset", "inspect_view"]
 
-_COLUMNS = [
-    "support_kind",
-    "support_offsets",
-    "tail_mass",
-    "finish_reason",
-    "num_prompt_tokens",
-    "num_tokens",
-    "num_support_entries",
-    "group_size",
-    "reward",
-]
 # what polars opens by itself; anything else goes through fsspec
 _POLARS_PROTOCOLS = ("s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss", "adl", "hf")
 _GLOB_CHARACTERS = frozenset("*?[]{}")
 
 
 def inspect_dataset(
-    path: str | Path, storage_options: Mapping[str, Any] | None = None
+    path: str | Path, storage_options: Mapping[str, Any] | None = None, *, full: bool = False
 ) -> InspectReport:
     """Count what a dataset holds and what it lacks; also while a job is writing it.
 
-    A planned prompt asks for the `group_size` of its rollouts, or, before it has one, for the n of
-    the job that made the dataset (1 where no job is recorded).
+    A planned prompt asks for the `group_size` of its rollouts, or, where it was not read, for the n
+    of the job that made the dataset (1 where no job is recorded). Completeness comes from the
+    records alone. A shard that is missing or damaged is named, and everything else is counted.
 
     Args:
         path: The dataset's folder, a local path or an fsspec URL.
         storage_options: Options of the fsspec filesystem.
+        full: Read every shard; else an even sample of a large dataset (see `ShardScan`) gives the
+            lengths, supports and rewards.
 
     Returns:
-        The numbers, exact.
+        The numbers; exact, but for what `rollouts_read` says of a sample.
 
     Raises:
-        DatasetError: Not a dataset, of a newer format, or a file is missing or damaged.
+        DatasetError: Not a dataset, of a newer format, or a record is missing or damaged.
         OutputError: The storage can't be opened.
     """
     storage = Storage.open(path, dict(storage_options or {}))
-    view = read_dataset(storage)
-    tallies = _Tallies()
-    for frame in _frames(view):
+    return inspect_view(read_dataset(storage), path, full=full)
+
+
+def inspect_view(view: DatasetView, path: str | Path, *, full: bool) -> InspectReport:
+    """Count what an opened dataset holds: see `inspect_dataset`."""
+    storage = view.storage
+    tallies = Tallies()
+    scan = ShardScan(view, COLUMNS, full=full)
+    for _, frame in scan.frames():
         tallies.add(frame)
-    rollouts = pl.concat(tallies.rollouts) if tallies.rollouts else None
-    rewards = tallies.rewards.spread()
-    named = {Path(record.file).name for record in view.shards if record.file is not None}
+    rollouts = tallies.rollouts()
     inputs, provenance = view.record.fingerprint_inputs, view.record.provenance
+    times = sorted(record.created_at for record in view.commits)
     return InspectReport(
         url=storage.url,
         format_version=view.record.format_version,
         fingerprint=view.record.fingerprint,
         model=_text(provenance, "model", "name") or _text(provenance, "job", "model", "path"),
+        model_revision=_text(provenance, "model", "revision"),
         model_digest=_text(inputs, "model", "weights_digest"),
+        tokenizer_digest=_text(inputs, "tokenizer", "tokenizer_digest"),
+        template_digest=_text(inputs, "tokenizer", "template_digest"),
         dtype=_text(inputs, "model", "dtype"),
         engines=_engines(view),
+        sampling=_section(view, "sampling"),
+        capture=_section(view, "capture"),
+        rollout_version=_text(provenance, "rollout_version") or _text(provenance, "version"),
+        prompts_file=_text(provenance, "job", "prompts", "path"),
+        reward_function=_text(provenance, "reward", "name"),
+        first_commit=times[0] if times else None,
+        last_commit=times[-1] if times else None,
         parts=len(view.shards),
         data_bytes=sum(record.size for record in view.shards),
-        orphans=sum(name not in named for name in storage.list(layout.DATA_FOLDER)),
+        orphans=scan.orphans,
+        bad_shards=tuple(sorted(scan.bad, key=lambda bad: bad.file)),
         **_completeness(view, rollouts),
         rejections=_rejections(view),
-        finish_reasons=tuple(sorted(tallies.finish.items(), key=lambda item: -item[1])),
+        rejected=view.rejected,
+        rollouts_read=tallies.rows,
+        shards_read=len(scan.chosen),
+        finish_reasons=tuple(
+            sorted(tallies.finish.items(), key=lambda item: (-item[1], item[0] or ""))
+        ),
         prompt_tokens=tallies.prompt_tokens.spread(),
         tokens=tallies.tokens.spread(),
         total_tokens=sum(record.tokens for record in view.shards),
         total_entries=sum(record.entries for record in view.shards),
         supports=tuple(tallies.kinds[kind].report(kind) for kind in sorted(tallies.kinds)),
-        rewards=rewards,
-        rollouts_without_reward=sum(r.rows for r in view.shards)
-        - (rewards.count if rewards else 0),
+        rewards=tallies.rewards.spread(),
+        rollouts_without_reward=tallies.nulls,
+        nonfinite_rewards=tallies.nonfinite_rewards,
         **_reward_groups(rollouts),
-        polars_line=_polars_line(storage, path) if named else None,
+        agreement=read_agreement(storage),
+        polars_line=_polars_line(storage, path) if view.shards else None,
     )
-
-
-@dataclass(kw_only=True, slots=True)
-class _KindTally:
-    """Sums over the rows of one kind of support."""
-
-    rollouts: int = 0
-    tokens: int = 0
-    sizes: Tally = field(default_factory=Tally)
-    tails: int = 0
-    tail_sum: float = 0.0
-    tail_maximum: float = 0.0
-    tails_above: int = 0
-
-    def add(self, rows: pl.DataFrame) -> None:
-        self.rollouts += len(rows)
-        self.tokens += int(rows["num_tokens"].sum())
-        listed = rows["support_offsets"].drop_nulls()
-        self.sizes.add(listed.list.diff(null_behavior="drop").list.explode().drop_nulls())
-
-    def add_tail(self, rows: pl.DataFrame) -> None:
-        tail = rows["tail_mass"].drop_nulls().list.explode().drop_nulls().cast(pl.Float64)
-        if len(tail) == 0:
-            return
-        self.tails += len(tail)
-        self.tail_sum += float(tail.sum())
-        self.tail_maximum = max(self.tail_maximum, float(tail.to_numpy().max()))
-        self.tails_above += int((tail > 0.01).sum())
-
-    def report(self, kind: str) -> SupportReport:
-        has_tail = kind == "top" and self.tails > 0
-        return SupportReport(
-            kind=kind,
-            rollouts=self.rollouts,
-            tokens=self.tokens,
-            sizes=self.sizes.spread(),
-            singleton_share=self.sizes.share_of(1),
-            tail_mean=self.tail_sum / self.tails if has_tail else None,
-            tail_maximum=self.tail_maximum if has_tail else None,
-            tail_above_1_percent=self.tails_above / self.tails if has_tail else None,
-        )
-
-
-@dataclass(kw_only=True, slots=True)
-class _Tallies:
-    """Sums over all row groups."""
-
-    finish: Counter[str | None] = field(default_factory=Counter)
-    prompt_tokens: Tally = field(default_factory=Tally)
-    tokens: Tally = field(default_factory=Tally)
-    rewards: Tally = field(default_factory=Tally)
-    kinds: dict[str, _KindTally] = field(default_factory=dict)
-    rollouts: list[pl.DataFrame] = field(default_factory=list)
-    """prompt_key, group_size and reward of every rollout."""
-
-    def add(self, frame: pl.DataFrame) -> None:
-        self.finish.update(frame["finish_reason"].to_list())
-        self.prompt_tokens.add(frame["num_prompt_tokens"])
-        self.tokens.add(frame["num_tokens"])
-        self.rewards.add(
-            frame["reward"].drop_nulls().filter(frame["reward"].drop_nulls().is_finite())
-        )
-        for (kind,), rows in frame.group_by("support_kind"):
-            tally = self.kinds.setdefault(str(kind), _KindTally())
-            tally.add(rows)
-            if kind == "top":
-                tally.add_tail(rows)
-        self.rollouts.append(frame.select("prompt_key", "group_size", "reward"))
-
-
-def _frames(view: DatasetView) -> Iterator[pl.DataFrame]:
-    """One frame a row group, with the prompt_key that the commit record knows."""
-    for record in view.shards:
-        first = 0
-        with view.open_shard(record) as file:
-            for group in range(file.num_row_groups):
-                try:
-                    table = file.read_row_group(group, columns=_COLUMNS)
-                except OSError as error:
-                    raise DatasetError(f"{record.file}: damaged: {error}") from error
-                frame = pl.DataFrame(table)
-                keys = [key for key, _ in record.keys[first : first + len(frame)]]
-                first += len(frame)
-                if len(keys) == len(frame):
-                    yield frame.with_columns(pl.Series("prompt_key", keys, pl.String))
-        _check_rows(record, first)
-
-
-def _check_rows(record: CommitRecord, rows: int) -> None:
-    if rows != len(record.keys):
-        raise DatasetError(
-            f"{record.file}: holds {rows} rollouts, its commit record names {len(record.keys)}: "
-            "copy the dataset again"
-        )
 
 
 def _completeness(view: DatasetView, rollouts: pl.DataFrame | None) -> dict[str, int]:
@@ -247,6 +167,16 @@ def _engines(view: DatasetView) -> tuple[str, ...]:
         if (version := _text(record.engine, "engine_version")) is not None
     }
     return tuple(sorted(found))
+
+
+def _section(view: DatasetView, name: str) -> dict[str, Any]:
+    """What the job asked for under one heading, n included; nothing where it is not recorded."""
+    values: dict[str, Any] = {}
+    for source in (view.record.provenance.get("job"), view.record.fingerprint_inputs):
+        found = _find(source, name)
+        if isinstance(found, Mapping):
+            values |= found
+    return values
 
 
 def _find(value: Any, *keys: str) -> Any:

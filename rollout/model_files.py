@@ -95,7 +95,7 @@ def resolve_model(config: ModelConfig) -> ModelFiles:
         revision=revision,
         weights_digest=weights_digest,
         config_digest=_digest(folder, _files(folder, _CONFIG)),
-        tokenizer_digest=_digest(folder, _files(folder, _TOKENIZER)),
+        tokenizer_digest=tokenizer_digest(folder),
         template_digest=_digest(folder, _files(folder, _TEMPLATE)),
         config=model_config,
         dtype=_dtype(config, model_config),
@@ -113,6 +113,15 @@ def vocab_size(files: ModelFiles) -> int:
         if isinstance(size, int) and not isinstance(size, bool) and size > 0:
             return size
     raise InputError(f"model {files.name}: config.json has no vocab_size")
+
+
+def tokenizer_digest(folder: Path) -> str:
+    """Digest the tokenizer of a checkpoint's folder, as `ModelFiles.tokenizer_digest` does.
+
+    Raises:
+        InputError: a file can't be read.
+    """
+    return _digest(folder, _files(folder, _TOKENIZER))
 
 
 def text_files(files: ModelFiles) -> list[Path]:

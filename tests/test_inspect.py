@@ -329,9 +329,15 @@ def test_what_can_not_be_read_gets_one_sentence(tmp_path: Path) -> None:
     record = writer.commit_part("u000000", [make_row("p0", 0)])
     assert record is not None
     assert record.file is not None
+    data = (tmp_path / "run" / record.file).read_bytes()
+    (tmp_path / "run" / record.file).write_bytes(data[: len(data) // 2])
+    (bad,) = inspect_dataset(tmp_path / "run").bad_shards
+    assert (bad.file, bad.rows) == (record.file, 1)
+    assert "not a readable parquet file" in bad.problem
     (tmp_path / "run" / record.file).unlink()
-    with pytest.raises(DatasetError, match="is missing"):
-        inspect_dataset(tmp_path / "run")
+    found = inspect_dataset(tmp_path / "run")
+    assert [bad.problem for bad in found.bad_shards] == ["missing"]
+    assert (found.complete, found.unreadable, found.rollouts_read) == (False, 1, 0)
     result = CliRunner().invoke(main, ["inspect", str(tmp_path / "nothing")])
     assert result.exit_code == DatasetError.exit_code
     assert "is not a dataset" in result.output
