@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from test_generate_exact import check_against_sampler, check_replay
 from tiny_model import byte_tokenizer, make_tiny_model, reference_model
 
 from rollout.errors import ConfigError, InputError
+from rollout.loader import RolloutLoader
 from rollout.pipeline import generate
 
 pytestmark = pytest.mark.engine
@@ -187,8 +190,13 @@ def test_u06_stored_logprobs_are_after_temperature(model: Path, tmp_path: Path) 
 
 def test_u07_stored_ids_need_no_tokenizer(model: Path, tmp_path: Path) -> None:
     prompts = prompts_file(tmp_path, 50)
+    (tmp_path / "reward.py").write_text("def r(prompt, text, ids):\n    return ids[0] % 5\n")
     job = make_job(
-        model, prompts, tmp_path / "out", sampling={"temperature": 1.3, "max_tokens": 7, "n": 4}
+        model,
+        prompts,
+        tmp_path / "out",
+        sampling={"temperature": 1.3, "max_tokens": 7, "n": 4},
+        reward=f"{tmp_path / 'reward.py'}:r",
     )
     with seen_logits() as seen:
         generate(job, show_progress=False)
@@ -204,6 +212,14 @@ def test_u07_stored_ids_need_no_tokenizer(model: Path, tmp_path: Path) -> None:
         changed += tokenizer(row["text"])["input_ids"] != row["token_ids"]
     assert len(rows) == 200
     assert changed > 0, "no rollout shows the difference: the test is empty"
+    loader = RolloutLoader(tmp_path / "out", vocab_size=320, groups_per_step=8, token_budget=400)
+    loaded = []
+    for batch in loader:
+        edges = batch.cu_seqlens.tolist()
+        ids = batch.input_ids.tolist()
+        loaded += [tuple(ids[start:end]) for start, end in itertools.pairwise(edges)]
+    stored = [tuple(row["prompt_token_ids"] + row["token_ids"]) for row in rows]
+    assert Counter(loaded) == Counter(stored)
 
 
 def test_u08_head_and_logits_dtype_are_recorded(tmp_path: Path) -> None:
