@@ -83,13 +83,16 @@ class RolloutBatch:
     global_denominator: float
     """Scored tokens of the whole global batch."""
     rollout_ids: tuple[str, ...]
-    """B ids, to find a rollout in the dataset again."""
+    """B ids, to find a rollout in the dataset again; empty in a batch of weight zero."""
+    columns: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    """B values of each column of the dataset that was asked for by name."""
+    epoch: int = 0
     step: int = 0
     """Global batch within the epoch."""
     micro_batch: int = 0
-    """Micro-batch within the step."""
+    """Micro-batch of this rank within the step."""
     num_micro_batches: int = 1
-    """Micro-batches of this step."""
+    """Micro-batches of this step, as many on every rank."""
 
     @property
     def num_tokens(self) -> int:
@@ -205,6 +208,8 @@ def pack_rollouts(
     *,
     untruncated: Untruncated = "head",
     global_denominator: float | None = None,
+    columns: Sequence[str] = (),
+    epoch: int = 0,
     step: int = 0,
     micro_batch: int = 0,
     num_micro_batches: int = 1,
@@ -217,6 +222,8 @@ def pack_rollouts(
         untruncated: which entries an untruncated row brings: the recorded head, or its draws. A row
             of kind `none` brings its draws, if it has any.
         global_denominator: scored tokens of the global batch; unset, this batch is all of it.
+        columns: fields of the rows that the batch carries along.
+        epoch: for the batch's own record.
         step: for the batch's own record.
         micro_batch: for the batch's own record.
         num_micro_batches: for the batch's own record.
@@ -271,15 +278,45 @@ def pack_rollouts(
         rollout_index=per_token(range(len(rows)), np.int64),
         global_denominator=float(num_scored if global_denominator is None else global_denominator),
         rollout_ids=tuple(row.rollout_id for row in rows),
+        columns={name: tuple(getattr(row, name) for row in rows) for name in columns},
+        epoch=epoch,
         step=step,
         micro_batch=micro_batch,
         num_micro_batches=num_micro_batches,
     )
 
 
-def num_entries(row: RolloutRow, untruncated: Untruncated) -> int:
-    """Return how many support entries a rollout brings into a batch."""
-    return int(_support(row, untruncated).entries.size)
+def blank_batch(**fields: Any) -> RolloutBatch:
+    """Return a batch of weight zero: two tokens whose one scored token is masked.
+
+    A rank gets it where others still have rollouts to train on, so that all of them call the model
+    equally often. It adds nothing to loss or gradient.
+
+    Args:
+        fields: of `pack_rollouts`, such as `global_denominator` and `step`.
+
+    Returns:
+        The batch; its `loss_mask` is False and `rollout_ids` is empty.
+    """
+    row = RolloutRow(
+        prompt_key="",
+        rollout_id="",
+        group_id="",
+        prompt_id="",
+        sample_index=0,
+        group_size=1,
+        prompt_token_ids=np.zeros(1, np.int32),
+        token_ids=np.zeros(1, np.int32),
+        sampled_logprobs=np.zeros(1, np.float32),
+        temperature=1.0,
+        support_kind="kept",
+        support_offsets=np.array([0, 1], np.int64),
+        support_entries=np.zeros(1, np.uint64),
+    )
+    batch = pack_rollouts([row], [0.0], **fields)
+    return dataclasses.replace(
+        batch, loss_mask=torch.zeros(1, dtype=torch.bool), rollout_ids=(), columns={}
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -6,366 +6,377 @@
         if batch.micro_batch == batch.num_micro_batches - 1:
             ...                             # optimiser step
 
-A step is a global batch: whole prompt groups. It is cut into micro-batches by token budget, and
-every one of them carries the step's denominator, so the cut changes nothing in the gradient.
+A step is a global batch: whole prompt groups. It is cut into canonical splits, each split into
+micro-batches by token budget, and every rank takes whole splits. All micro-batches of a step carry
+its denominator, and each rank gets as many of them, so neither the cut nor the number of ranks
+changes anything in the gradient.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import IterableDataset, get_worker_info
 
-from rollout.advantages import AdvantageRule, group_advantages
-from rollout.batch import RolloutBatch, Untruncated, num_entries, pack_rollouts
-from rollout.dataset_view import read_dataset
-from rollout.epoch_plan import PlannedGroup, epoch_order, plan_groups
+from rollout.batch import RolloutBatch
+from rollout.epoch_plan import EpochPlan, count_steps, mixed_counts, plan_epoch
+from rollout.epoch_run import EpochRun, Share
 from rollout.errors import ConfigError, DatasetError
-from rollout.rows import RolloutRow
-from rollout.schema.records import CommitRecord
-from rollout.shard_reader import ShardReader
-from rollout.storage import Storage
+from rollout.loader_config import LoaderConfig, LoaderReport, check_ranks
+from rollout.loader_state import Cursor, make_state, read_state
+from rollout.pinned import Paths, PinnedDataset, pin_datasets, pinned_groups
+from rollout.ranks import resolve_rank
+from rollout.scalars import ScalarIndex, Where, select_rows
+from rollout.shard_reader import ShardReader, Verify
+from rollout.step_plan import Selected
 
 _log = logging.getLogger(__name__)
 
-STATE_VERSION: Final = 1
+__all__ = ["LoaderConfig", "LoaderReport", "RolloutLoader"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoaderConfig:
-    """What decides the batches; part of the loader's state.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
-
-    groups_per_step: int
-    """Prompt groups of one global batch."""
-    token_budget: int
-    """Most tokens (prompt and completion) of a micro-batch; a longer rollout goes alone."""
-    entry_budget: int = 2**26
-    """Most support entries of a micro-batch; likewise."""
-    advantage: AdvantageRule = "group_mean"
-    """Reward minus the group's mean; the same over its deviation; or the `advantage` column."""
-    untruncated: Untruncated = "head"
-    """Whether untruncated rows bring their recorded head or their draws."""
-    shuffle: bool = True
-    """Whether groups come in a seeded order, another one in each epoch."""
-    seed: int = 0
-    window_blocks: int = 8
-    """Row groups within which prompt groups are mixed."""
-    drop_remainder: bool = False
-    """Whether a last step of fewer groups is left out."""
-
-    def __post_init__(self) -> None:
-        for name in ("groups_per_step", "token_budget", "entry_budget", "window_blocks"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, expected at least 1")
-        for name, allowed in (
-            ("advantage", ("group_mean", "group_normalised", "column")),
-            ("untruncated", ("head", "draws")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}"
-                )
-
-
-@dataclass(slots=True, kw_only=True)
-class LoaderReport:
-    """What an epoch left out or bent, so that nothing goes unseen."""
-
-    excluded: Counter[str] = field(default_factory=Counter)
-    """Rollouts left out, by reason: `no_reward`, `no_advantage`, `remainder`."""
-    over_budget: int = 0
-    """Rollouts that alone exceed a budget and were given their own micro-batch."""
-    incomplete_groups: int = 0
-    """Groups with fewer rollouts than were asked for; advantages use the real count."""
-
-
-class RolloutLoader:
-    """Iterates over the micro-batches of one epoch; the next iteration is the next epoch.
+class RolloutLoader(IterableDataset[RolloutBatch]):
+    """Iterates over this rank's micro-batches of one epoch; the next iteration is the next epoch.
 
     The commit records are read once, when the loader is made: a dataset that grows meanwhile
     changes nothing. An iteration that is given up half-way starts its epoch again.
 
+    It decodes ahead in threads of its own, and needs no worker processes. Inside
+    `torch.utils.data.DataLoader` use `batch_size=None`, start workers by spawn, and keep them
+    (`persistent_workers=True`) or call `set_epoch` before every further epoch; make `splits` a
+    multiple of ranks times workers, so that workers do not read each other's row groups. The state
+    is then `state_dict(batch)` with the batch that was trained on last.
+
     Args:
-        path: the dataset, a local path or an fsspec URL.
+        path: the dataset, a local path or an fsspec URL; or several, to be mixed.
         vocab_size: rows of the trainer's output weight; every id of the dataset must be below.
         storage_options: keyword arguments of the fsspec filesystem.
-        fingerprint: refuse a dataset with another one; unset takes any.
+        fingerprint: refuse a dataset with another one (one for each dataset); unset takes any.
         head_dtype: the trainer's dtype of the output weight, such as "bfloat16"; a warning tells
             where the sampler's differed.
-        verify: compare each shard's digest with its record when it is first opened.
-        cache_bytes: decoded row groups kept in memory.
+        where: a polars or pyarrow expression over the scalar columns; rollouts for which it is not
+            true are left out and counted. Their rewards still count for their group.
+        world_size: ranks that read different data; unset, from torch.distributed.
+        rank: of this process among them.
+        verify: `digests` compares each row group's sha256 when this loader first reads it; `pages`
+            leaves it at the checksum of every page.
+        prefetch_bytes: decoded row groups held and in flight.
+        decode_threads: threads that fetch and decode ahead.
+        cache_folder: a local folder that keeps fetched row groups by digest, for remote storage.
+        device: where batches go; on CUDA from pinned memory, without waiting.
         **settings: fields of `LoaderConfig`.
 
     Raises:
-        DatasetError: not a dataset, empty, another fingerprint, or ids outside the vocabulary.
-        ConfigError: a setting is out of range.
+        DatasetError: not a dataset, empty, another fingerprint, a shard is missing, ids outside
+            the vocabulary, or `where` keeps nothing.
+        ConfigError: a setting is out of range, or the splits can't be shared by the ranks.
     """
 
     def __init__(
         self,
-        path: str | Path,
+        path: Paths,
         *,
         vocab_size: int,
         storage_options: dict[str, Any] | None = None,
-        fingerprint: str | None = None,
+        fingerprint: str | list[str] | None = None,
         head_dtype: str | None = None,
-        verify: bool = True,
-        cache_bytes: int = 2**30,
+        where: Where | None = None,
+        world_size: int | None = None,
+        rank: int | None = None,
+        verify: Verify = "digests",
+        prefetch_bytes: int = 2**30,
+        decode_threads: int = 2,
+        cache_folder: str | Path | None = None,
+        device: torch.device | str = "cpu",
         **settings: Any,
     ) -> None:
-        self.config = LoaderConfig(**settings)
-        self._view = read_dataset(Storage.open(path, storage_options))
-        self._cache_bytes = cache_bytes
-        self._verify = verify
-        url, record = self._view.storage.url, self._view.record
-        if fingerprint is not None and record.fingerprint != fingerprint:
-            raise DatasetError(
-                f"dataset {url} has fingerprint {record.fingerprint}, expected {fingerprint}"
-            )
-        self._pin(self._view.shards)
-        if not self._groups:
-            raise DatasetError(f"dataset {url} holds no rollouts: nothing was committed yet")
-        _check_vocabulary(url, self._shards, vocab_size)
-        if head_dtype is not None:
-            _compare_head(url, self._shards, head_dtype)
+        super().__init__()
+        self._world, self._rank = resolve_rank(world_size, rank)
+        config = LoaderConfig(**settings)
+        self._own_splits = config.splits > 0
+        self.config = dataclasses.replace(config, splits=config.splits or self._world)
+        check_ranks(self.config, self._world)
+        if verify not in ("digests", "pages"):
+            raise ConfigError(f"verify is {verify!r}, expected digests or pages")
+        if decode_threads < 1:
+            raise ConfigError(f"decode_threads is {decode_threads}, expected at least 1")
+        self._where = where
+        self._verify: Verify = verify
+        self._prefetch_bytes = prefetch_bytes
+        self._threads = decode_threads
+        self._cache_folder = None if cache_folder is None else Path(cache_folder)
+        self._device = torch.device(device)
+        datasets = pin_datasets(
+            path,
+            storage_options=storage_options,
+            fingerprint=fingerprint,
+            vocab_size=vocab_size,
+            head_dtype=head_dtype,
+        )
+        weights = self.config.weights
+        if weights is not None and len(weights) != len(datasets):
+            raise ConfigError(f"got {len(weights)} weights for {len(datasets)} datasets")
+        self._pin(datasets)
         self.epoch = 0
         """The epoch that the next iteration yields."""
         self.report = LoaderReport()
         """What the last iteration left out."""
-        self._cursor = (0, 0, 0)
+        self._cursor = Cursor()
+        self._lag: int | None = None
         self._resumes = False
         self._started = False
+        self._owner = os.getpid()
+        self._handed_over = 0
 
     @property
     def num_groups(self) -> int:
-        """Prompt groups in the dataset."""
+        """Prompt groups with a selected rollout."""
         return len(self._groups)
 
     @property
     def num_rollouts(self) -> int:
-        """Rollouts in the dataset, those without a reward included."""
-        return sum(group.num_rows for group in self._groups)
+        """Selected rollouts, those without a reward included."""
+        return sum(group.num_rows for group in self._groups) - self._unselected_inside
 
     @property
     def num_steps(self) -> int:
-        """Steps of an epoch, known up front."""
-        share = self.num_groups / self.config.groups_per_step
-        return math.floor(share) if self.config.drop_remainder else math.ceil(share)
+        """Steps of an epoch, known up front and the same on every rank."""
+        sizes = np.bincount([group.dataset for group in self._groups]).tolist()
+        total = sum(mixed_counts(sizes, self.config.weights))
+        return count_steps(total, self.config.groups_per_step, self.config.remainder)
 
-    def __iter__(self) -> Iterator[RolloutBatch]:
-        self._started = True
-        step, micro_batch = 0, 0
-        if self._resumes:
-            self.epoch, step, micro_batch = self._cursor
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration.
+
+        Needed only where workers are started anew for every epoch: they are copies of this loader,
+        which does not hear of what they did.
+
+        Raises:
+            ConfigError: the epoch is negative.
+        """
+        if epoch < 0:
+            raise ConfigError(f"epoch is {epoch}, expected at least 0")
+        self.epoch = epoch
         self._resumes = False
-        self._cursor = (self.epoch, step, micro_batch)
-        return self._iterate(self.epoch, step, micro_batch)
+        self._cursor = Cursor(epoch=epoch)
+        self._handed_over = 0
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return where the loader stands: after the batch that it yielded last. Plain JSON."""
-        epoch, step, micro_batch = self._cursor
-        return {
-            "version": STATE_VERSION,
-            "fingerprint": self._view.record.fingerprint,
-            "shards": [[record.file, record.sha256] for record in self._shards],
-            "settings": {f.name: getattr(self.config, f.name) for f in fields(self.config)},
-            "epoch": epoch,
-            "step": step,
-            "micro_batch": micro_batch,
-        }
+    def state_dict(self, after: RolloutBatch | None = None) -> dict[str, Any]:
+        """Return where the loader stands, in plain JSON, the same on every rank.
+
+        Args:
+            after: the last batch that was trained on; unset, the one that this loader yielded last.
+
+        Raises:
+            RuntimeError: worker processes iterate, so that this loader knows of no batch.
+        """
+        if after is not None:
+            last = after.micro_batch + 1 == after.num_micro_batches
+            cursor = Cursor(
+                epoch=after.epoch,
+                step=after.step + last,
+                done=0 if last else (after.micro_batch + 1) * self._world,
+            )
+            if cursor.step == self.num_steps:
+                cursor = Cursor(epoch=after.epoch + 1)
+            return make_state(self._datasets, self.config, self._where, cursor)
+        if self._handed_over and not self._started and get_worker_info() is None:
+            raise RuntimeError(
+                "the batches come from worker processes: give the last one, state_dict(batch)"
+            )
+        return make_state(self._datasets, self.config, self._where, self._cursor, self._lag)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another loader of the same dataset and settings stood.
+        """Go on where another loader of the same datasets and settings stood.
 
-        The shards of the state are pinned: what was committed since is left to a new loader.
+        The world size, workers and everything about speed may differ. The shards of the state are
+        pinned: what was committed since is left to a new loader.
 
         Raises:
             RuntimeError: an iteration has begun.
             DatasetError: another dataset, or a shard of the state is gone or another one.
-            ConfigError: another version of the state, or other settings.
+            ConfigError: another version of the state, other settings, or a position within a step
+                that this world size can't take up.
         """
         if self._started:
             raise RuntimeError("the loader was iterated already, expected its state before that")
-        if state.get("version") != STATE_VERSION:
+        config = self.config
+        if not self._own_splits:
+            config = dataclasses.replace(config, splits=0)
+        config, cursor, lag, shards = read_state(state, self._datasets, config, self._where)
+        check_ranks(config, self._world)
+        if cursor.done % self._world:
             raise ConfigError(
-                f"loader state has version {state.get('version')}, expected {STATE_VERSION}"
+                f"loader state stands after {cursor.done} micro-batches of a step, expected a "
+                f"multiple of the world size {self._world}: save it at the end of a step"
             )
-        url, own = self._view.storage.url, self._view.record.fingerprint
-        if state["fingerprint"] != own:
-            raise DatasetError(
-                f"loader state is of a dataset with fingerprint {state['fingerprint']}, "
-                f"expected {own} of {url}"
+        self.config = config
+        if [dataset.records for dataset in shards] != [d.records for d in self._datasets]:
+            self._pin(shards)
+        self.epoch = cursor.epoch
+        self._cursor, self._lag, self._resumes = cursor, lag, True
+
+    def __iter__(self) -> Iterator[RolloutBatch]:
+        worker = get_worker_info()
+        number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        if self._owner != os.getpid():
+            raise RuntimeError(
+                "the loader was forked into a worker, whose threads and connections would hang: "
+                "start workers with multiprocessing_context='spawn'"
             )
-        for name in (f.name for f in fields(self.config)):
-            if state["settings"].get(name) != getattr(self.config, name):
-                raise ConfigError(
-                    f"loader state has {name} {state['settings'].get(name)!r}, expected "
-                    f"{getattr(self.config, name)!r}: load it with the settings it was saved with"
+        if worker is not None and self._handed_over > workers and not self._resumes:
+            raise RuntimeError(
+                f"workers were started anew for epoch {self.epoch}, which others have begun: call "
+                "set_epoch before every further epoch, or keep them with persistent_workers=True"
+            )
+        self._handed_over = 0
+        cursor = Cursor(epoch=self.epoch)
+        lag = number
+        if self._resumes:
+            cursor = self._cursor
+            lag = number if self._lag is None else self._lag
+        self._started = True
+        self._resumes = False
+        self._cursor, self._lag = cursor, None if worker is None else lag
+        return self._iterate(cursor, lag, workers, in_worker=worker is not None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the loader's parts for a worker process; footers and scalars are read anew."""
+        self._handed_over += 1
+        state = self.__dict__.copy()
+        del state["_reader"], state["_index"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._owner = os.getpid()
+        self._started = False
+        self._open_reader()
+
+    def _pin(self, datasets: list[PinnedDataset]) -> None:
+        """Plan over these shards from now on."""
+        self._datasets = datasets
+        self._shards, groups = pinned_groups(datasets)
+        self._open_reader()
+        self._selected: Selected = None
+        self._unselected = self._unselected_inside = 0
+        if self._where is not None:
+            selected = self._selected = select_rows(self._reader, self._where)
+            counts = [
+                sum(
+                    int(selected[p.shard][p.first_row : p.first_row + p.num_rows].sum())
+                    for p in group.pieces
                 )
-        known = {record.file: record for record in self._view.shards}
-        shards = []
-        for file, sha256 in state["shards"]:
-            if file not in known or known[file].sha256 != sha256:
-                raise DatasetError(f"dataset {url}: {file} of the loader state is gone or changed")
-            shards.append(known[file])
-        self._pin(shards)
-        self.epoch = state["epoch"]
-        self._cursor = (state["epoch"], state["step"], state["micro_batch"])
-        self._resumes = True
-
-    def _pin(self, shards: Sequence[CommitRecord]) -> None:
-        self._shards = tuple(shards)
-        self._groups = plan_groups(self._shards)
-
-    def _iterate(self, epoch: int, first_step: int, first_micro: int) -> Iterator[RolloutBatch]:
-        """Yield the rest of an epoch; the cursor moves before each batch is handed out."""
-        self.report = LoaderReport()
-        order = epoch_order(
-            self._groups,
-            seed=self.config.seed,
-            epoch=epoch,
-            window_blocks=self.config.window_blocks,
-            shuffle=self.config.shuffle,
-        )
-        size = self.config.groups_per_step
-        dropped = order[self.num_steps * size :]
-        if dropped:
-            self.report.excluded["remainder"] = sum(self._groups[g].num_rows for g in dropped)
-        reader = ShardReader(
-            self._view, self._shards, cache_bytes=self._cache_bytes, verify=self._verify
-        )
-        yielded = first_step > 0 or first_micro > 0
-        try:
-            for step in range(first_step, self.num_steps):
-                groups = [self._groups[g] for g in order[step * size : (step + 1) * size]]
-                rows, advantages = self._score([self._read(reader, group) for group in groups])
-                cuts = self._cut(rows)
-                total = sum(row.token_ids.size for row in rows)
-                for micro in range(first_micro, len(cuts)):
-                    start, stop = cuts[micro]
-                    batch = pack_rollouts(
-                        rows[start:stop],
-                        advantages[start:stop],
-                        untruncated=self.config.untruncated,
-                        global_denominator=total,
-                        step=step,
-                        micro_batch=micro,
-                        num_micro_batches=len(cuts),
+                for group in groups
+            ]
+            self._unselected = sum(group.num_rows for group in groups) - sum(counts)
+            groups = [group for group, count in zip(groups, counts, strict=True) if count]
+            self._unselected_inside = sum(group.num_rows for group in groups) - sum(counts)
+            left = {group.dataset for group in groups}
+            for number, dataset in enumerate(datasets):
+                if number not in left:
+                    raise DatasetError(
+                        f"dataset {dataset.storage.url}: where {self._where} keeps none of its "
+                        "rollouts"
                     )
-                    last = micro + 1 == len(cuts)
-                    self._cursor = (epoch, step + 1, 0) if last else (epoch, step, micro + 1)
-                    if last and step + 1 == self.num_steps:
-                        self._cursor = (epoch + 1, 0, 0)
-                    yielded = True
-                    yield batch
-                first_micro = 0
-        finally:
-            reader.close()
-        self._finish(epoch, yielded)
-
-    def _finish(self, epoch: int, yielded: bool) -> None:
-        """Say what the epoch left out, and move on to the next."""
-        excluded, url = dict(self.report.excluded), self._view.storage.url
-        if not yielded:
-            raise DatasetError(
-                f"dataset {url}: none of {self.num_rollouts} rollouts can be trained on with "
-                f"advantage {self.config.advantage!r}: left out {excluded}"
+        self._groups = groups
+        if self.num_steps == 0:
+            raise ConfigError(
+                f"{len(groups)} groups fill no step of groups_per_step "
+                f"{self.config.groups_per_step}, and remainder 'drop' leaves them out"
             )
-        if excluded or self.report.over_budget:
+
+    def _open_reader(self) -> None:
+        self._reader = ShardReader(
+            self._shards,
+            columns=self.config.read_columns,
+            verify=self._verify,
+            cache_folder=self._cache_folder,
+        )
+        self._index = ScalarIndex(
+            self._reader, [[g.rows for g in shard.record.row_groups] for shard in self._shards]
+        )
+
+    def _iterate(
+        self, cursor: Cursor, lag: int, workers: int, *, in_worker: bool
+    ) -> Iterator[RolloutBatch]:
+        """Yield the rest of an epoch; the cursor moves before each batch is handed out."""
+        epoch = cursor.epoch
+        plan = self._start_epoch(epoch)
+        run = EpochRun(
+            plan,
+            groups=self._groups,
+            shards=self._shards,
+            reader=self._reader,
+            index=self._index,
+            selected=self._selected,
+            config=self.config,
+            share=Share(world_size=self._world, rank=self._rank, workers=workers, lag=lag),
+            report=self.report,
+            prefetch_bytes=self._prefetch_bytes,
+            decode_threads=self._threads,
+            device=torch.device("cpu") if in_worker else self._device,
+        )
+        for batch, position, left in run.batches(cursor):
+            self._cursor, self._lag = position, left if in_worker else None
+            if position.step == plan.num_steps and not in_worker:
+                self._cursor = Cursor(epoch=epoch + 1)
+            yield batch
+        # a worker's end is no end of the epoch: others may still have batches
+        self._cursor = Cursor(epoch, plan.num_steps) if in_worker else Cursor(epoch=epoch + 1)
+        self.epoch = epoch + 1
+        self._tell(epoch)
+
+    def _start_epoch(self, epoch: int) -> EpochPlan:
+        """Plan an epoch and say what it leaves out or repeats."""
+        config = self.config
+        plan = plan_epoch(
+            self._groups,
+            seed=config.seed,
+            epoch=epoch,
+            groups_per_step=config.groups_per_step,
+            splits=config.splits,
+            window_blocks=config.window_blocks,
+            shuffle=config.shuffle,
+            remainder=config.remainder,
+            weights=config.weights,
+        )
+        self.report = LoaderReport()
+        if self._unselected:
+            self.report.excluded["not_selected"] = self._unselected
+        if plan.dropped.size:
+            self.report.excluded["remainder"] = self._count_rows(plan.dropped)
+        self.report.repeated = self._count_rows(plan.repeated)
+        short = plan.num_steps * config.groups_per_step - sum(map(len, plan.splits))
+        if plan.dropped.size or plan.repeated.size or short:
+            _log.info(
+                "epoch %d, remainder %r: %d groups left out, %d repeated, the last step lacks %d",
+                epoch,
+                config.remainder,
+                plan.dropped.size,
+                plan.repeated.size,
+                short,
+            )
+        return plan
+
+    def _count_rows(self, groups: NDArray[np.int64]) -> int:
+        return sum(self._groups[number].num_rows for number in groups.tolist())
+
+    def _tell(self, epoch: int) -> None:
+        """Say what the epoch left out."""
+        if self.report.excluded or self.report.over_budget:
             _log.warning(
                 "dataset %s, epoch %d: left out %s; %d rollouts exceed a budget alone",
-                url,
+                ", ".join(dataset.storage.url for dataset in self._datasets),
                 epoch,
-                excluded or "nothing",
+                dict(self.report.excluded) or "nothing",
                 self.report.over_budget,
             )
-        self.epoch = epoch + 1
-        self._cursor = (self.epoch, 0, 0)
-
-    def _read(self, reader: ShardReader, group: PlannedGroup) -> list[RolloutRow]:
-        """Return the rollouts of a group in the order of their sample_index."""
-        rows = [
-            row
-            for piece in group.pieces
-            for row in reader.read(piece.shard, piece.first_row, piece.num_rows)
-        ]
-        if len(rows) < max(row.group_size for row in rows):
-            self.report.incomplete_groups += 1
-        return sorted(rows, key=lambda row: row.sample_index)
-
-    def _score(
-        self, groups: Sequence[Sequence[RolloutRow]]
-    ) -> tuple[list[RolloutRow], list[float]]:
-        """Return the rollouts of a step that have an advantage, and their advantages."""
-        name = "advantage" if self.config.advantage == "column" else "reward"
-        rows, values, index = [], [], []
-        for number, group in enumerate(groups):
-            for row in group:
-                value = getattr(row, name)
-                if value is None:
-                    self.report.excluded[f"no_{name}"] += 1
-                    continue
-                rows.append(row)
-                values.append(value)
-                index.append(number)
-        if name == "advantage" or not rows:
-            return rows, values
-        normalised = self.config.advantage == "group_normalised"
-        scored = group_advantages(np.array(values), np.array(index), normalised=normalised)
-        return rows, scored.tolist()
-
-    def _cut(self, rows: Sequence[RolloutRow]) -> list[tuple[int, int]]:
-        """Cut a step's rollouts, in order, where the next one would exceed a budget."""
-        cuts: list[tuple[int, int]] = []
-        start = tokens = entries = 0
-        for i, row in enumerate(rows):
-            own_tokens = row.prompt_token_ids.size + row.token_ids.size
-            own_entries = num_entries(row, self.config.untruncated)
-            over = own_tokens > self.config.token_budget or own_entries > self.config.entry_budget
-            self.report.over_budget += over
-            fits = (
-                tokens + own_tokens <= self.config.token_budget
-                and entries + own_entries <= self.config.entry_budget
-            )
-            if i > start and not fits:
-                cuts.append((start, i))
-                start, tokens, entries = i, 0, 0
-            tokens, entries = tokens + own_tokens, entries + own_entries
-        if rows:
-            cuts.append((start, len(rows)))
-        return cuts
-
-
-def _check_vocabulary(url: str, shards: Sequence[CommitRecord], vocab_size: int) -> None:
-    """Raise DatasetError where the dataset holds ids that the trainer's weight has no row for."""
-    largest = max(record.max_token_id for record in shards)
-    if largest >= vocab_size:
-        raise DatasetError(
-            f"dataset {url} holds token id {largest}, expected below the trainer's vocab_size "
-            f"{vocab_size}: the sampler's vocabulary is wider than the trainer's; load the output "
-            "weight with the padding rows that the sampler had"
-        )
-
-
-def _compare_head(url: str, shards: Sequence[CommitRecord], head_dtype: str) -> None:
-    """Warn where the sampler's output weight had another dtype than the trainer's."""
-    found = {record.engine.get("head_dtype") for record in shards}
-    others = {str(dtype) for dtype in found - {None, head_dtype}}
-    if others:
-        _log.warning(
-            "dataset %s: the sampler's output weight was %s, the trainer's is %s: "
-            "log-probabilities of unchanged weights differ by their rounding",
-            url,
-            ", ".join(sorted(others)),
-            head_dtype,
-        )

@@ -1,24 +1,37 @@
-"""Read single row groups of a dataset's shards as rollouts whose arrays are views, not copies."""
+"""Read row groups of a dataset's shards, each from one range of bytes that its record vouches for.
+
+A commit record names the byte range and the sha256 of every row group, so a reader needs no shard
+whole: one request for the footer, which is kept, and one for each row group. The digest is
+compared when a row group is first read; page checksums are verified on every read.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Final, Literal
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
-from rollout.dataset_view import DatasetView
+from rollout.decoded_block import DecodedBlock
+from rollout.epoch_plan import Block
 from rollout.errors import DatasetError
-from rollout.rows import RolloutRow
+from rollout.local_files import link_bytes
+from rollout.schema.columns import FINGERPRINT_KEY, FORMAT_VERSION, VERSION_KEY
 from rollout.schema.records import CommitRecord
+from rollout.sparse_file import SparseFile, joined_ranges
+from rollout.storage import Storage
 
-COLUMNS: Final = (
+Verify = Literal["digests", "pages"]
+
+BASE_COLUMNS: Final = (
     "rollout_id",
     "group_id",
     "prompt_id",
@@ -28,8 +41,11 @@ COLUMNS: Final = (
     "token_ids",
     "sampled_logprobs",
     "temperature",
-    "policy_step",
     "support_kind",
+)
+"""What every batch needs."""
+OPTIONAL_COLUMNS: Final = (
+    "policy_step",
     "support_offsets",
     "support_entries",
     "tail_mass",
@@ -37,149 +53,295 @@ COLUMNS: Final = (
     "reward",
     "advantage",
 )
-"""What training reads; the text and the user's own columns stay on the storage."""
+"""What training reads unless it is told to leave some out."""
+PLAN_COLUMNS: Final = (
+    "sample_index",
+    "group_size",
+    "support_kind",
+    "num_prompt_tokens",
+    "num_tokens",
+    "num_support_entries",
+    "reward",
+    "advantage",
+)
+"""What a step is planned from."""
+MAX_ELEMENTS: Final = 2**31 - 1
 
-_OPEN_SHARDS: Final = 8
-_HASH_BYTES: Final = 8 * 2**20
+_FOOTERS: Final = 256
+# a request costs more than the bytes of such a gap
+_GAP_BYTES: Final = 2**19
+_SCALAR_READERS: Final = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PinnedShard:
+    """A shard of a dataset at the moment when the loader was made."""
+
+    storage: Storage
+    record: CommitRecord
+    fingerprint: str
+
+    @property
+    def file(self) -> str:
+        """The shard's name within its dataset."""
+        assert self.record.file is not None
+        return self.record.file
+
+    @property
+    def where(self) -> str:
+        """The shard's name for messages."""
+        return f"dataset {self.storage.url}: {self.file}"
 
 
 class ShardReader:
-    """Reads rows of pinned shards through a cache of decoded row groups.
+    """Reads and decodes single row groups; safe to use from several threads.
 
-    Each shard's digest is compared with its commit record when the shard is first opened; page
-    checksums are verified on every read.
+    Args:
+        shards: the pinned shards.
+        columns: those to decode.
+        verify: `digests` compares each row group's sha256 when it is first read by this reader;
+            `pages` leaves it at the size of the shard and the checksum of every page.
+        cache_folder: a local folder where fetched row groups are kept by their digest, for storage
+            that is not local; nothing is ever removed from it.
     """
 
     def __init__(
-        self, view: DatasetView, shards: Sequence[CommitRecord], *, cache_bytes: int, verify: bool
+        self,
+        shards: Sequence[PinnedShard],
+        *,
+        columns: Sequence[str],
+        verify: Verify,
+        cache_folder: Path | None,
     ) -> None:
-        self._view = view
         self._shards = shards
-        self._cache_bytes = cache_bytes
+        self._columns = list(columns)
         self._verify = verify
-        self._verified: set[int] = set()
-        self._files: OrderedDict[int, pq.ParquetFile] = OrderedDict()
-        self._cache: OrderedDict[tuple[int, int], list[RolloutRow]] = OrderedDict()
-        self._cached_bytes = 0
-        self._ends = [np.cumsum([group.rows for group in shard.row_groups]) for shard in shards]
+        self._cache_folder = cache_folder
+        self._verified: set[Block] = set()
+        self._footers: OrderedDict[int, pq.FileMetaData] = OrderedDict()
+        self._lock = threading.Lock()
 
-    def read(self, shard: int, first_row: int, num_rows: int) -> Iterator[RolloutRow]:
-        """Yield consecutive rows of a shard.
+    def is_local(self, shard: int) -> bool:
+        """Whether a shard is on this machine's file system."""
+        return self._shards[shard].storage.local_root is not None
+
+    def read(self, block: Block) -> DecodedBlock:
+        """Read and decode a row group.
 
         Raises:
             DatasetError: the shard is missing, damaged, or not the one of its record.
         """
-        ends = self._ends[shard]
-        row = first_row
-        while row < first_row + num_rows:
-            index = int(np.searchsorted(ends, row, side="right"))
-            start = int(ends[index - 1]) if index else 0
-            rows = self._row_group(shard, index)
-            stop = min(first_row + num_rows, int(ends[index]))
-            yield from rows[row - start : stop - start]
-            row = stop
+        shard, index = block
+        pinned = self._shards[shard]
+        footer = self._footer(shard)
+        _check_elements(pinned, footer, index)
+        group = pinned.record.row_groups[index]
+        data = self._bytes(block)
+        parts = {group.offset: data}
+        table = _decode(pinned, footer, index, self._columns, parts)
+        scalars = None
+        if not self.is_local(shard):
+            # from the bytes that are here, for a planner that would ask the storage again
+            scalars = _decode(pinned, footer, index, list(PLAN_COLUMNS), parts)
+        first = sum(earlier.rows for earlier in pinned.record.row_groups[:index])
+        keys = pinned.record.keys[first : first + table.num_rows]
+        return DecodedBlock(table, [prompt_key for prompt_key, _ in keys], scalars)
 
-    def close(self) -> None:
-        """Close files and drop the cache; the reader can be used again."""
-        while self._files:
-            self._files.popitem()[1].close()
-        self._cache.clear()
-        self._cached_bytes = 0
+    def scalars(self, shard: int, row_groups: Sequence[int], columns: Sequence[str]) -> pa.Table:
+        """Read scalar columns of row groups, and few bytes beside them.
 
-    def _row_group(self, shard: int, index: int) -> list[RolloutRow]:
-        """Return a decoded row group, most recently used last in the cache."""
-        key = (shard, index)
-        if key in self._cache:
-            self._cache.move_to_end(key)
-            return self._cache[key]
-        record = self._shards[shard]
-        file = self._file(shard)
-        try:
-            table = file.read_row_group(index, columns=list(COLUMNS))
-        except (pa.ArrowException, OSError) as error:
-            raise DatasetError(f"{record.file}: row group {index} is damaged: {error}") from error
-        first = int(self._ends[shard][index - 1]) if index else 0
-        keys = record.keys[first : first + table.num_rows]
-        rows = rows_of(table, [prompt_key for prompt_key, _ in keys])
-        self._cache[key] = rows
-        self._cached_bytes += _num_bytes(rows)
-        while self._cached_bytes > self._cache_bytes and len(self._cache) > 1:
-            _, dropped = self._cache.popitem(last=False)
-            self._cached_bytes -= _num_bytes(dropped)
-        return rows
+        Args:
+            shard: index of the shard.
+            row_groups: their indices, ascending.
+            columns: scalar columns of the schema.
 
-    def _file(self, shard: int) -> pq.ParquetFile:
-        """Return an open shard, its digest compared on the first use."""
-        if shard in self._files:
-            self._files.move_to_end(shard)
-            return self._files[shard]
-        record = self._shards[shard]
-        if self._verify and shard not in self._verified:
-            self._check_digest(record)
-            self._verified.add(shard)
-        self._files[shard] = self._view.open_shard(record)
-        if len(self._files) > _OPEN_SHARDS:
-            self._files.popitem(last=False)[1].close()
-        return self._files[shard]
+        Returns:
+            The columns of these row groups, one after the other.
 
-    def _check_digest(self, record: CommitRecord) -> None:
-        """Raise DatasetError unless a shard's bytes are those that were committed."""
-        assert record.file is not None
-        storage = self._view.storage
-        try:
-            source = storage.local_or_stream(record.file)
-            with Path(source).open("rb") if isinstance(source, str) else source as file:
-                size, sha256 = _digest(file)
-        except FileNotFoundError as error:
-            raise DatasetError(f"dataset {storage.url}: {record.file} is missing") from error
-        if (size, sha256) != (record.size, record.sha256):
-            raise DatasetError(
-                f"dataset {storage.url}: {record.file} has {size} bytes with sha256 {sha256}, "
-                f"expected {record.size} with {record.sha256}: it changed after it was committed"
+        Raises:
+            DatasetError: as `read`.
+        """
+        pinned, footer = self._shards[shard], self._footer(shard)
+        wanted = set(columns)
+        chunks = [
+            (column.data_page_offset, column.total_compressed_size)
+            for index in row_groups
+            for number in range(footer.num_columns)
+            if (column := footer.row_group(index).column(number)).path_in_schema in wanted
+        ]
+        ranges = joined_ranges(chunks, 0 if self.is_local(shard) else _GAP_BYTES)
+        parts = {start: self._range(pinned, start, size) for start, size in ranges}
+        tables = [_decode(pinned, footer, index, list(columns), parts) for index in row_groups]
+        return pa.concat_tables(tables)
+
+    def all_scalars(self, columns: Sequence[str]) -> list[pa.Table]:
+        """Read scalar columns of all shards, several at a time.
+
+        Raises:
+            DatasetError: as `read`.
+        """
+        with ThreadPoolExecutor(_SCALAR_READERS) as pool:
+            return list(
+                pool.map(
+                    lambda shard: self.scalars(
+                        shard, range(len(self._shards[shard].record.row_groups)), columns
+                    ),
+                    range(len(self._shards)),
+                )
             )
 
+    def draws_per_token(self, block: Block, num_tokens: int) -> int:
+        """Return how many draws a row group holds for each of its sampled tokens."""
+        group = self._footer(block[0]).row_group(block[1])
+        for number in range(group.num_columns):
+            column = group.column(number)
+            if column.path_in_schema.startswith("draw_entries."):
+                # a null list counts as one value
+                values: int = column.num_values
+                return values // num_tokens if num_tokens and values >= num_tokens else 0
+        return 0
 
-def rows_of(table: pa.Table, prompt_keys: Sequence[str]) -> list[RolloutRow]:
-    """Turn a table into rollouts; their arrays are read-only views of the table's buffers.
+    def _footer(self, shard: int) -> pq.FileMetaData:
+        """Return a shard's footer, by one request the first time."""
+        with self._lock:
+            if shard in self._footers:
+                self._footers.move_to_end(shard)
+                return self._footers[shard]
+        pinned = self._shards[shard]
+        start = max(group.offset + group.size for group in pinned.record.row_groups)
+        tail = self._range(pinned, start, pinned.record.size - start)
+        try:
+            footer = pq.read_metadata(pa.BufferReader(tail))
+        except (pa.ArrowException, OSError) as error:
+            raise DatasetError(f"{pinned.where}: its footer is damaged: {error}") from error
+        _check_footer(pinned, footer)
+        with self._lock:
+            self._footers[shard] = footer
+            if len(self._footers) > _FOOTERS:
+                self._footers.popitem(last=False)
+        return footer
 
-    Args:
-        table: columns `COLUMNS` of the dataset's schema.
-        prompt_keys: one for each row.
+    def _bytes(self, block: Block) -> bytes:
+        """Return a row group's bytes, compared with their digest as often as was asked for."""
+        pinned = self._shards[block[0]]
+        group = pinned.record.row_groups[block[1]]
+        cached = None
+        if self._cache_folder is not None and not self.is_local(block[0]):
+            cached = self._cache_folder / group.sha256
+            data = _cached(cached, group.sha256)
+            if data is not None:
+                return data
+        data = self._range(pinned, group.offset, group.size)
+        if cached is not None or (self._verify == "digests" and block not in self._verified):
+            sha256 = hashlib.sha256(data).hexdigest()
+            if sha256 != group.sha256:
+                raise DatasetError(
+                    f"{pinned.where}: row group {block[1]} has sha256 {sha256}, expected "
+                    f"{group.sha256}: it changed after it was committed"
+                )
+            self._verified.add(block)
+        if cached is not None:
+            link_bytes(data, cached, cached.parent)
+        return data
 
-    Returns:
-        One rollout a row; columns that are not read stay unset.
-    """
-    keys = iter(prompt_keys)
-    rows = []
-    for batch in table.to_batches():
-        columns: dict[str, Any] = {}
-        for name, column in zip(batch.schema.names, batch.columns, strict=True):
-            nested = pa.types.is_list(column.type)
-            columns[name] = _slices(column) if nested else column.to_pylist()
-        for values in zip(*columns.values(), strict=True):
-            fields = dict(zip(columns, values, strict=True))
-            rows.append(RolloutRow(prompt_key=next(keys), **fields))
-    return rows
+    def _range(self, pinned: PinnedShard, start: int, size: int) -> bytes:
+        """Return bytes of a shard, all of them."""
+        root = pinned.storage.local_root
+        try:
+            if root is None:
+                data = pinned.storage.read_range(pinned.file, start, size)
+            else:
+                data = _local_range(root / pinned.file, start, size, pinned)
+        except FileNotFoundError as error:
+            raise DatasetError(f"{pinned.where} is missing") from error
+        if len(data) != size:
+            raise DatasetError(
+                f"{pinned.where} ends at byte {start + len(data)}, expected "
+                f"{pinned.record.size} bytes: it changed after it was committed"
+            )
+        return data
 
 
-def _slices(column: pa.ListArray) -> list[NDArray[Any] | None]:
-    """Return each list of a column as a view, None where it is null."""
-    values = column.values.to_numpy(zero_copy_only=True)
-    bounds = column.offsets.to_numpy(zero_copy_only=True).tolist()
-    valid = column.is_valid().to_pylist()
-    return [
-        values[bounds[i] : bounds[i + 1]] if present else None for i, present in enumerate(valid)
-    ]
+def _local_range(path: Path, start: int, size: int, pinned: PinnedShard) -> bytes:
+    """Read bytes of a local file that still has its size."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise DatasetError(f"{pinned.where}: can't read it: {error}") from error
+    try:
+        found = os.fstat(descriptor).st_size
+        if found != pinned.record.size:
+            raise DatasetError(
+                f"{pinned.where} has {found} bytes, expected {pinned.record.size}: "
+                "it changed after it was committed"
+            )
+        return os.pread(descriptor, size, start)
+    except OSError as error:
+        raise DatasetError(f"{pinned.where}: can't read it: {error}") from error
+    finally:
+        os.close(descriptor)
 
 
-def _num_bytes(rows: Sequence[RolloutRow]) -> int:
-    return sum(row.num_bytes for row in rows)
+def _cached(path: Path, sha256: str) -> bytes | None:
+    """Return a cached row group that still has its digest; a damaged one is removed."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    if hashlib.sha256(data).hexdigest() == sha256:
+        return data
+    path.unlink(missing_ok=True)
+    return None
 
 
-def _digest(file: IO[bytes]) -> tuple[int, str]:
-    """Return size and sha256 of a file."""
-    sha256, size = hashlib.sha256(), 0
-    while block := file.read(_HASH_BYTES):
-        sha256.update(block)
-        size += len(block)
-    return size, sha256.hexdigest()
+def _decode(
+    pinned: PinnedShard,
+    footer: pq.FileMetaData,
+    index: int,
+    columns: list[str],
+    parts: dict[int, bytes],
+) -> pa.Table:
+    """Decode columns of a row group from bytes that were fetched before."""
+    source = SparseFile(parts, pinned.record.size)
+    try:
+        file = pq.ParquetFile(
+            pa.PythonFile(source, mode="r"),
+            metadata=footer,
+            page_checksum_verification=True,
+            pre_buffer=False,
+        )
+        return file.read_row_group(index, columns=columns, use_threads=False)
+    except (pa.ArrowException, OSError) as error:
+        raise DatasetError(f"{pinned.where}: row group {index} is damaged: {error}") from error
+
+
+def _check_footer(pinned: PinnedShard, footer: pq.FileMetaData) -> None:
+    """Raise DatasetError where a footer is not the one of the shard's record."""
+    metadata: dict[bytes, bytes] = footer.metadata or {}
+    version = metadata.get(VERSION_KEY.encode())
+    if version is None or int(version) > FORMAT_VERSION:
+        raise DatasetError(
+            f"{pinned.where}: format version {version!r}, expected at most {FORMAT_VERSION}"
+        )
+    fingerprint = metadata.get(FINGERPRINT_KEY.encode(), b"").decode()
+    rows = [footer.row_group(index).num_rows for index in range(footer.num_row_groups)]
+    expected = [group.rows for group in pinned.record.row_groups]
+    if fingerprint != pinned.fingerprint or rows != expected:
+        raise DatasetError(
+            f"{pinned.where}: its footer has fingerprint {fingerprint} and row groups {rows[:3]}, "
+            f"expected {pinned.fingerprint} and {expected[:3]}: it changed after it was committed"
+        )
+
+
+def _check_elements(pinned: PinnedShard, footer: pq.FileMetaData, index: int) -> None:
+    """Raise DatasetError for a row group whose lists Arrow's 32-bit offsets can't address."""
+    group = footer.row_group(index)
+    for number in range(group.num_columns):
+        column = group.column(number)
+        if column.num_values > MAX_ELEMENTS:
+            raise DatasetError(
+                f"{pinned.where}: row group {index} holds {column.num_values} values in "
+                f"{column.path_in_schema}, expected at most {MAX_ELEMENTS}: write it again"
+            )

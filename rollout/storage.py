@@ -120,6 +120,12 @@ class Storage:
             return Path(tempfile.gettempdir())
         return root / SCRATCH_FOLDER
 
+    def arrow_filesystem(self) -> tuple[Any, str]:
+        """Give pyarrow this storage: its filesystem, and the folder's path on it."""
+        from pyarrow.fs import FSSpecHandler, PyFileSystem
+
+        return PyFileSystem(FSSpecHandler(self._fs)), self._root
+
     def read_bytes(self, name: str) -> bytes:
         """Read one file whole.
 

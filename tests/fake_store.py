@@ -69,11 +69,13 @@ class FakeStore(AbstractFileSystem):  # type: ignore[misc]
         with open(lpath, "rb") as file:
             self.pipe_file(rpath, file.read())
 
-    def cat_file(self, path: str, **_: Any) -> bytes:
+    def cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **_: Any
+    ) -> bytes:
         path = self._enter("get", path)
         if path not in self.objects:
             raise FileNotFoundError(path)
-        return self.objects[path]
+        return self.objects[path][start:end]
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         path = self._enter("head", path)
