@@ -226,23 +226,30 @@ class RingRecorder:
             try:
                 if self.error is None:
                     self._write(step)
+                elif step.slot is not None:
+                    self._free.put(step.slot)
             except Exception as error:  # the driver reads it from `error`; sampling must go on
                 _log.exception("capture: the drain thread failed")
                 self.error = f"{type(error).__name__}: {error}"
             finally:
-                if step.slot is not None and self.error is not None:
-                    self._free.put(step.slot)
                 with self._progress:
                     self._written += 1
                     self._progress.notify_all()
 
     def _write(self, step: _Step) -> None:
         assert self._writer is not None
-        n, slot = len(step.rows.kinds), step.slot
-        if slot is None:
+        if step.slot is None:
             self._writer.append(_lost(step))
             return
-        stream = self._copy_stream
+        try:
+            block = self._copy_out(step, step.slot)
+        finally:
+            self._free.put(step.slot)
+        self._writer.append(block)
+
+    def _copy_out(self, step: _Step, slot: _Slot) -> StepBlock:
+        """Copy a step to the host; its entries stay in the staging memory until the next."""
+        n, stream = len(step.rows.kinds), self._copy_stream
         with torch.cuda.stream(stream):
             stream.wait_event(slot.ready)
             for name in _HEADERS:
@@ -260,23 +267,20 @@ class RingRecorder:
             self._staging[:stored].copy_(slot.out.entries[:stored], non_blocking=True)
             self._copied.record(stream)
         self._copied.synchronize()
-        self._free.put(slot)
-        self._writer.append(
-            StepBlock(
-                step=step.number,
-                need=need,
-                waited=step.waited,
-                request_ids=step.rows.request_ids,
-                positions=step.rows.positions,
-                sampled=sampled,
-                kinds=step.rows.kinds,
-                flags=header["flags"],
-                counts=header["counts"],
-                sampled_logprobs=header["sampled_logprobs"],
-                tail_mass=header["tail_mass"],
-                draws=header["draws"].view(np.uint64),
-                entries=self._staging[:stored].numpy().view(np.uint64),
-            )
+        return StepBlock(
+            step=step.number,
+            need=need,
+            waited=step.waited,
+            request_ids=step.rows.request_ids,
+            positions=step.rows.positions,
+            sampled=sampled,
+            kinds=step.rows.kinds,
+            flags=header["flags"],
+            counts=header["counts"],
+            sampled_logprobs=header["sampled_logprobs"],
+            tail_mass=header["tail_mass"],
+            draws=header["draws"].view(np.uint64),
+            entries=self._staging[:stored].numpy().view(np.uint64),
         )
 
 
