@@ -23,6 +23,7 @@ MIN_LOG_P = -1e6
 # what rounding may add to a log-softmax of 0; p may come from bf16 logits
 MAX_LOG_Q = 1e-3
 MAX_LOG_P = 0.1
+MAX_MASS = 1.0 + 1e-3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -107,7 +108,7 @@ def select_rows(inputs: LossInputs, config: LossConfig) -> LossRows:
             row's support is of another kind than the config needs, or offsets are not those of E
             entries.
     """
-    dtype = _working_dtype(inputs)
+    dtype = working_dtype(inputs)
     log_p, log_q = inputs.trainer_logprobs.to(dtype), inputs.sampler_logprobs.to(dtype)
     weight = torch.ones_like(log_q) if inputs.loss_weights is None else inputs.loss_weights
     trainer_tail = torch.zeros_like(log_q)
@@ -165,7 +166,7 @@ def select_rows(inputs: LossInputs, config: LossConfig) -> LossRows:
     )
 
 
-def _working_dtype(inputs: LossInputs) -> torch.dtype:
+def working_dtype(inputs: LossInputs) -> torch.dtype:
     """Return float64 where any logprob is, else float32: losses need more range than half."""
     logprobs = (
         inputs.trainer_logprobs,
@@ -220,7 +221,7 @@ def _in_range(values: Tensor, low: float, high: float) -> Tensor:
 
 def _is_mass(values: Tensor) -> Tensor:
     """Return where values are probabilities, give or take rounding."""
-    return _in_range(values, 0.0, 1.0 + 1e-3)
+    return _in_range(values, 0.0, MAX_MASS)
 
 
 def _support_kinds(inputs: LossInputs) -> dict[str, Tensor]:

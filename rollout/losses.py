@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from rollout.centering import centering_term
+from rollout.loss_fused import can_fuse, fused_rows
 from rollout.loss_metrics import LossMetrics
 from rollout.loss_rows import LossRows, select_rows
 from rollout.loss_types import LossConfig, LossInputs, LossOutputs
@@ -37,6 +38,9 @@ __all__ = ["LossConfig", "LossInputs", "LossMetrics", "LossOutputs", "compute_lo
 def compute_loss(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     """Compute a loss over the scored tokens of one micro-batch.
 
+    On a GPU without `check_values` it is one kernel, waits for nothing, and leaves the gradient by
+    support entries unset if no term reads them.
+
     Args:
         inputs: N scored tokens and E support entries.
         config: which loss, centering and KL.
@@ -48,6 +52,8 @@ def compute_loss(inputs: LossInputs, config: LossConfig) -> LossOutputs:
         ValueError: with `check_values`, supports are missing their sampled id, are of a kind that
             the config can't use, or don't fit their offsets.
     """
+    if can_fuse(inputs, config):
+        return _fused_loss(inputs, config)
     rows = select_rows(inputs, config)
     keep = trusted(rows.log_p.detach(), rows.log_q, config)
     keep = rows.usable if keep is None else rows.usable & keep
@@ -64,9 +70,7 @@ def compute_loss(inputs: LossInputs, config: LossConfig) -> LossOutputs:
         kl = (rows.weight * (config.kl_q_p * q_p + config.kl_p_q * p_q)).sum()
         kl_q_p, kl_p_q = q_p.detach().sum(), p_q.detach().sum()
 
-    denominator = inputs.global_denominator
-    if isinstance(denominator, Tensor):
-        denominator = denominator.to(policy.dtype)  # else a float64 scalar would widen the loss
+    denominator = _denominator(inputs, policy.dtype)
     parts = [term / denominator for term in (policy, centering, kl)]
     metrics = LossMetrics(
         num_tokens=rows.scored.sum(),
@@ -80,9 +84,39 @@ def compute_loss(inputs: LossInputs, config: LossConfig) -> LossOutputs:
         kl_q_p=kl_q_p,
         kl_p_q=kl_p_q,
         centering_l1=centering_l1,
-        **_kept_mass(inputs, rows),
+        **_kept_mass(inputs, rows.usable, rows.weight.dtype),
     )
     return LossOutputs(loss=parts[0] + parts[1] + parts[2], metrics=metrics)
+
+
+def _fused_loss(inputs: LossInputs, config: LossConfig) -> LossOutputs:
+    """Do `compute_loss` by one kernel."""
+    rows = fused_rows(inputs, config)
+    denominator = _denominator(inputs, torch.float32)
+    policy, centering, kl = (rows.sums[:3] / denominator).unbind()
+    kl_q_p, kl_p_q, centering_l1 = rows.sums[3:].unbind()
+    num_tokens, num_nonfinite, num_unsupported, num_masked = rows.counts.unbind()
+    metrics = LossMetrics(
+        num_tokens=num_tokens,
+        num_nonfinite=num_nonfinite,
+        num_unsupported=num_unsupported,
+        num_masked=num_masked,
+        log_ratio=rows.log_ratio,
+        policy_loss=policy,
+        centering_loss=centering,
+        kl_loss=kl,
+        kl_q_p=kl_q_p,
+        kl_p_q=kl_p_q,
+        centering_l1=centering_l1,
+        **_kept_mass(inputs, rows.usable, torch.float32),
+    )
+    return LossOutputs(loss=rows.total / denominator, metrics=metrics)
+
+
+def _denominator(inputs: LossInputs, dtype: torch.dtype) -> Tensor | float:
+    """Return the global denominator; a float64 scalar would widen the loss."""
+    denominator = inputs.global_denominator
+    return denominator.to(dtype) if isinstance(denominator, Tensor) else denominator
 
 
 def _reinforce(rows: LossRows, config: LossConfig) -> Tensor:
@@ -112,15 +146,17 @@ def _log_ratio(rows: LossRows) -> Tensor:
     return torch.where(rows.normalised, log_ratio, torch.full_like(log_ratio, torch.nan))
 
 
-def _kept_mass(inputs: LossInputs, rows: LossRows) -> dict[str, Tensor]:
+def _kept_mass(inputs: LossInputs, usable: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the sum and the count of the kept masses that are known."""
     if inputs.kept_mass is None:
-        zero = rows.weight[:0].sum()
-        return {"kept_mass": zero, "num_kept_mass": zero.long()}
-    known = rows.usable
+        return {
+            "kept_mass": torch.zeros((), dtype=dtype, device=usable.device),
+            "num_kept_mass": torch.zeros((), dtype=torch.int64, device=usable.device),
+        }
+    known = usable
     if inputs.kept_mass_known is not None:
         known = known & inputs.kept_mass_known
-    mass = inputs.kept_mass.detach().to(rows.weight.dtype)
+    mass = inputs.kept_mass.detach().to(dtype)
     return {
         "kept_mass": torch.where(known, mass, torch.zeros_like(mass)).sum(),
         "num_kept_mass": known.sum(),

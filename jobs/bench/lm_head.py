@@ -6,9 +6,10 @@ One CUDA device, torch and triton are all that it needs. Each case runs our head
 with replay and exact centering, beside one dense product in bf16 (the floor of any dense head), a
 plain PyTorch head with replay, a head in chunks of tokens and ids with a padded mask as RL trainers
 have it, and, where they are installed, cut-cross-entropy and liger-kernel, which do a plain
-next-token loss and no replay. `device` is the time on the stream with all launches queued ahead, as
-in a trainer whose device is behind its host; `alone` is one call between two waits, launches
-included. `peak` is what a call allocates beyond its inputs.
+next-token loss and no replay. These rows feed the heads with gradients made by hand; `through
+rollout.losses` is ours with the package's own loss, metrics included. `device` is the time on
+the stream with all launches queued ahead, as in a trainer whose device is behind its host; `alone`
+is one call between two waits, launches included. `peak` is what a call allocates beyond its inputs.
 """
 
 from __future__ import annotations
@@ -18,149 +19,42 @@ import importlib
 import math
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from rollout.head import HeadPlan, head_logprobs, plan_head
 from rollout.kernels.support_rows import entry_rows
+from rollout.losses import LossConfig, LossInputs, compute_loss
 
-TOKENS = 16_384
-VOCAB = 151_936
-MAX_SUPPORT = 100_000
+sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH leaves it out
+from head_batches import (
+    CASES,
+    TOKENS,
+    VOCAB,
+    Batch,
+    Case,
+    make_batch,
+    make_plan,
+    our_logprobs,
+)  # fmt: skip
+
 CHUNK = 8192  # tokens and ids of the chunked head, as its users set it
 MAX_MASK_BYTES = 1 << 31  # of a padded mask, beyond which the chunked head is not run
 CHECKED_ROWS = 512
-SEED = 20260101
+LOSS = LossConfig(loss="icepop", centering="exact", check_values=False)
+MAX_CENTERING_MS = 0.2  # over replay alone, where a case has a goal
 
 # N tokens, E entries of all tokens, V vocabulary, H hidden size, K widest support
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """One workload: how wide the supports are, over ids of Zipf's law."""
-
-    name: str
-    mean: int  # ids of a support
-    single_share: float  # of the tokens, with one id; 0 makes all supports as wide as the mean
-    spread: float  # standard deviation of the log of the other widths
-    goal_ms: float | None  # with replay and exact centering at H 2048, on one H200
-
-
-CASES = (
-    Case(name="K 128", mean=128, single_share=0.0, spread=0.0, goal_ms=4.0),
-    Case(name="realistic", mean=8, single_share=0.45, spread=1.35, goal_ms=1.0),
-    Case(name="mean 174", mean=174, single_share=0.45, spread=2.0, goal_ms=6.0),
-    Case(name="mean 4000", mean=4000, single_share=0.45, spread=2.5, goal_ms=None),
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Batch:
-    """The tokens of a case on the device; all supports exact, temperature 1."""
-
-    hidden: Tensor  # [N, H]
-    weight: Tensor  # [V, H]
-    ids: Tensor  # [E] int32
-    offsets: Tensor  # [N + 1] int64
-    targets: Tensor  # [N] int64, each in its support
-    sampler_logprobs: Tensor  # [E] fp32, log q
-    advantages: Tensor  # [N] fp32
-    plan: HeadPlan
-
-
-def widths(case: Case, generator: torch.Generator) -> Tensor:
-    """Return [N] int64 widths of supports with the case's mean."""
-    if not case.single_share:
-        return torch.full((TOKENS,), case.mean, device="cuda")
-    single = torch.rand(TOKENS, generator=generator, device="cuda") < case.single_share
-    shape = (torch.randn(TOKENS, generator=generator, device="cuda") * case.spread).exp()
-    low, high = 1e-3, 1e6
-    for _ in range(60):
-        scale = math.sqrt(low * high)
-        wide = (shape * scale).round().clamp(2, MAX_SUPPORT)
-        result = torch.where(single, 1.0, wide)
-        low, high = (scale, high) if float(result.mean()) < case.mean else (low, scale)
-    return result.long()
-
-
-def zipf_ids(lengths: Tensor, offsets: Tensor, generator: torch.Generator) -> Tensor:
-    """Return [E] int32 ids, distinct within a token, of probability 1 / rank (Gumbel top k)."""
-    names = torch.randperm(VOCAB, generator=generator, device="cuda").int()
-    logprobs = -torch.arange(1, VOCAB + 1, device="cuda").log()
-    ids = torch.empty(int(lengths.sum()), dtype=torch.int32, device="cuda")
-    by_length = lengths.argsort(descending=True)
-    for rows in torch.split(by_length, 512):
-        widest = int(lengths[rows[0]])
-        noise = torch.empty(len(rows), VOCAB, device="cuda").exponential_(generator=generator)
-        ranks = (logprobs - noise.log()).topk(widest).indices
-        place = torch.arange(widest, device="cuda")
-        inside = place < lengths[rows, None]
-        ids[(offsets[rows, None] + place)[inside]] = names[ranks][inside]
-    return ids
-
-
-def make_batch(case: Case, width: int) -> Batch:
-    """Build a case's tokens; the sampler is the trainer with some noise."""
-    generator = torch.Generator("cuda").manual_seed(SEED)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device="cuda")
-
-    lengths = widths(case, generator)
-    offsets = torch.zeros(TOKENS + 1, dtype=torch.int64, device="cuda")
-    offsets[1:] = lengths.cumsum(0)
-    ids = zipf_ids(lengths, offsets, generator)
-    pick = (torch.rand(TOKENS, generator=generator, device="cuda") * lengths).long()
-    batch = Batch(
-        hidden=normal(TOKENS, width).bfloat16().requires_grad_(),
-        weight=(normal(VOCAB, width) / math.sqrt(width)).bfloat16().requires_grad_(),
-        ids=ids,
-        offsets=offsets,
-        targets=ids[offsets[:-1] + torch.minimum(pick, lengths - 1)].long(),
-        sampler_logprobs=torch.empty(0),
-        advantages=normal(TOKENS),
-        plan=make_plan(offsets),
-    )
-    with torch.no_grad():
-        trainer = our_logprobs(batch)[1]
-    noise = 0.1 * normal(ids.shape[0]) * (trainer < 0)
-    return replace(batch, sampler_logprobs=(trainer + noise).clamp(max=0.0))
-
-
-def make_plan(offsets: Tensor) -> HeadPlan:
-    """Plan exact supports with these offsets, as a loader does on the CPU."""
-    num_rows = offsets.shape[0] - 1
-    return plan_head(
-        support_offsets=offsets.cpu(),
-        support_valid=torch.ones(num_rows, dtype=torch.bool),
-        support_is_samples=torch.zeros(num_rows, dtype=torch.bool),
-        sampler_tail_mass=torch.zeros(num_rows),
-        vocab_size=VOCAB,
-        weight_dtype=torch.bfloat16,
-    ).to(offsets.device)
-
-
-def our_logprobs(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return our target and support log-probabilities."""
-    out = head_logprobs(
-        batch.hidden,
-        batch.weight,
-        batch.ids,
-        batch.offsets,
-        batch.targets,
-        torch.ones_like(batch.advantages),
-        batch.plan,
-    )
-    return out.target_logprobs, out.support_logprobs
 
 
 def centering_grads(batch: Batch, logprobs: Tensor) -> Tensor:
@@ -179,6 +73,27 @@ def train(batch: Batch, head: Callable[[Batch], tuple[Tensor, Tensor]], *, cente
         torch.autograd.backward([targets, entries], [-batch.advantages, grads])
     else:
         torch.autograd.backward([targets], [-batch.advantages])
+
+
+def train_by_loss(batch: Batch) -> None:
+    """Run our head both ways with the package's loss, icepop with exact centering."""
+    targets, entries = our_logprobs(batch)
+    every = torch.ones_like(batch.targets, dtype=torch.bool)
+    inputs = LossInputs(
+        trainer_logprobs=targets,
+        sampler_logprobs=batch.sampler_logprobs[batch.chosen],
+        advantages=batch.advantages,
+        loss_mask=every,
+        temperature=torch.ones_like(batch.advantages),
+        support_offsets=batch.offsets,
+        trainer_support_logprobs=entries,
+        sampler_support_logprobs=batch.sampler_logprobs,
+        support_valid=every,
+        support_is_samples=~every,
+        sampler_tail_mass=torch.zeros_like(batch.advantages),
+        global_denominator=float(TOKENS),
+    )
+    torch.autograd.backward(compute_loss(inputs, LOSS).loss)
 
 
 def plain_logprobs(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -345,6 +260,7 @@ def run_case(case: Case, width: int, repeats: int, others: bool) -> list[str]:
     ours = [partial(train, batch, our_logprobs, centering=both) for both in (False, True)]
     replay = measure("ours, replay", batch, ours[0], repeats)
     centered = measure("ours, replay and exact centering", batch, ours[1], repeats)
+    by_loss = measure("ours, through rollout.losses", batch, lambda: train_by_loss(batch), repeats)
     product = torch.no_grad()(lambda: batch.hidden @ batch.weight.T)
     measure("one dense product, the floor", batch, product, 3)
     if others:
@@ -364,13 +280,16 @@ def run_case(case: Case, width: int, repeats: int, others: bool) -> list[str]:
     ratios = check(batch)
     print(
         f"  error over plain PyTorch's, against float64: dh {ratios[0]:.2f}, dW {ratios[1]:.2f} "
-        f"(at most 2); centering adds {centered - replay:.3f} ms"
+        f"(at most 2); centering adds {centered - replay:.3f} ms, rollout.losses "
+        f"{by_loss - replay:.3f} ms, both over replay"
     )
     failed = []
     if not max(ratios) <= 2:
         failed.append(f"{case.name}, H {width}: gradients are off")
     if case.goal_ms is not None and width == 2048 and centered > case.goal_ms:
         failed.append(f"{case.name}, H {width}: {centered:.3f} ms, at most {case.goal_ms} expected")
+    if case.goal_ms is not None and width == 2048 and centered - replay > MAX_CENTERING_MS:
+        failed.append(f"{case.name}, H {width}: centering adds more than {MAX_CENTERING_MS} ms")
     return failed
 
 
