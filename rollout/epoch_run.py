@@ -10,12 +10,14 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from rollout.batch import RolloutBatch, blank_batch, pack_rollouts
+from rollout.batch import RolloutBatch, pack_rollouts
+from rollout.blank_batch import blank_batch
 from rollout.epoch_plan import Block, EpochPlan, PlannedGroup
 from rollout.errors import DatasetError
 from rollout.loader_config import LoaderConfig, LoaderReport
 from rollout.loader_state import Cursor
 from rollout.prefetch import BlockCache
+from rollout.recycled import RecycledArrays
 from rollout.scalars import ScalarIndex
 from rollout.shard_reader import PinnedShard, ShardReader
 from rollout.step_plan import Selected, StepPlan, plan_step
@@ -49,6 +51,7 @@ class EpochRun:
         prefetch_bytes: decoded row groups held and in flight.
         decode_threads: threads that fetch and decode ahead.
         device: where batches go.
+        memory: for the large arrays of batches.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class EpochRun:
         prefetch_bytes: int,
         decode_threads: int,
         device: torch.device,
+        memory: RecycledArrays,
     ) -> None:
         self._plan = plan
         self._groups = groups
@@ -79,6 +83,7 @@ class EpochRun:
         self._prefetch_bytes = prefetch_bytes
         self._threads = decode_threads
         self._device = device
+        self._memory = memory
 
     def batches(self, start: Cursor) -> Iterator[tuple[RolloutBatch, Cursor, int]]:
         """Yield batches from a position on, each with the position and the lag after it.
@@ -221,6 +226,7 @@ class EpochRun:
                 [pick.advantage for pick in picks],
                 untruncated=self._config.untruncated,
                 columns=self._config.batch_columns,
+                empty=self._memory.empty,
                 **fields,
             )
         else:

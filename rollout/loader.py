@@ -34,6 +34,7 @@ from rollout.loader_config import LoaderConfig, LoaderReport, check_ranks
 from rollout.loader_state import Cursor, make_state, read_state
 from rollout.pinned import Paths, PinnedDataset, pin_datasets, pinned_groups
 from rollout.ranks import resolve_rank
+from rollout.recycled import RecycledArrays
 from rollout.scalars import ScalarIndex, Where, select_rows
 from rollout.shard_reader import ShardReader, Verify
 from rollout.step_plan import Selected
@@ -135,6 +136,7 @@ class RolloutLoader(IterableDataset[RolloutBatch]):
         self._started = False
         self._owner = os.getpid()
         self._handed_over = 0
+        self._memory = RecycledArrays()
 
     @property
     def num_groups(self) -> int:
@@ -324,6 +326,7 @@ class RolloutLoader(IterableDataset[RolloutBatch]):
             prefetch_bytes=self._prefetch_bytes,
             decode_threads=self._threads,
             device=torch.device("cpu") if in_worker else self._device,
+            memory=self._memory,
         )
         for batch, position, left in run.batches(cursor):
             self._cursor, self._lag = position, left if in_worker else None

@@ -11,11 +11,14 @@ import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final
 
 from rollout.decoded_block import DecodedBlock
 from rollout.epoch_plan import Block
 
 _log = logging.getLogger(__name__)
+
+_AHEAD_PER_THREAD: Final = 4
 
 
 class BlockCache:
@@ -45,6 +48,8 @@ class BlockCache:
         self._upcoming = deque(upcoming)
         self._rows = rows
         self._budget = budget_bytes
+        # further ahead helps no thread, and costs warm memory
+        self._most_ahead = _AHEAD_PER_THREAD * threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="rollout-decode")
         self._held: OrderedDict[Block, Future[DecodedBlock]] = OrderedDict()
         self._sizes: dict[Block, int] = {}
@@ -84,12 +89,13 @@ class BlockCache:
 
     def _fill(self) -> None:
         """Start reading ahead as far as the budget allows."""
-        used = 0
+        used = ahead = 0
         for block, future in self._held.items():
+            ahead += block not in self._used
             if future.done() and future.exception() is None:
                 self._sizes[block] = future.result().num_bytes
             used += self._sizes[block]
-        while self._upcoming:
+        while self._upcoming and ahead < self._most_ahead:
             block = self._upcoming[0]
             if block in self._held or self._rows[block] <= 0:
                 self._upcoming.popleft()
@@ -99,6 +105,7 @@ class BlockCache:
                 return
             self._upcoming.popleft()
             self._submit(block)
+            ahead += 1
 
     def _submit(self, block: Block) -> None:
         self._sizes[block] = self._estimate(block)
