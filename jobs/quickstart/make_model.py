@@ -346,7 +346,7 @@ def save(model: Any, tokenizer: Any, output: Path, record: dict[str, Any]) -> No
 @click.command(context_settings={"show_default": True})
 @click.option("--output", type=click.Path(path_type=Path), default=Path("out/quickstart-model"))
 @click.option("--seed", type=int, default=0, help="Of the initial weights and the training data.")
-@click.option("--steps", type=click.IntRange(min=1), default=500, help="Optimizer steps.")
+@click.option("--steps", type=click.IntRange(min=1), default=700, help="Optimizer steps.")
 def main(output: Path, seed: int, steps: int) -> None:
     """Make the quickstart model, unless the same one is already there."""
     recipe = Recipe(seed=seed, steps=steps)

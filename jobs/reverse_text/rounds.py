@@ -50,7 +50,7 @@ class Plan:
     output: Path
     seed: int = 0
     rounds: int = 10
-    prompts: int = 64
+    prompts: int = 128
     """New words of each dataset."""
     held_out: int = 256
     """Words that measure, the same in every run."""
@@ -58,6 +58,8 @@ class Plan:
     """Rounds between datasets; 0 samples once."""
     reload_every: int = 1
     """Rounds between the weights that sample the datasets."""
+    measure_every: int = 1
+    """Rounds between measurements on the held-out words; the last round is always measured."""
     generate: tuple[str, ...] = ()
     """Overrides of generate.yaml."""
     replay: tuple[str, ...] = ()
@@ -96,7 +98,7 @@ def run_rounds(plan: Plan, engine: Any) -> Iterator[Round]:
         engine: A `rollout.engine_start.KeptEngine`.
 
     Yields:
-        rounds + 1 records; they are also appended to `rounds.jsonl`.
+        One record a measurement; they are also appended to `rounds.jsonl`.
     """
     from rollout.jobfile import load_file
     from rollout.replay import replay
@@ -112,27 +114,30 @@ def run_rounds(plan: Plan, engine: Any) -> Iterator[Round]:
     for number in range(plan.rounds + 1):
         folder = plan.output / f"round-{number:02d}"
         folder.mkdir()
-        begin = time.monotonic()
-        held_out = plan.output / "held_out.jsonl"
-        measured = sample(plan, engine, number, policies[-1], held_out, folder / "held_out", n=1)
-        generating += time.monotonic() - begin
-        rewards = measured.rewards
-        record = Round(
-            seed=plan.seed,
-            round=number,
-            reward=sum(rewards) / len(rewards),
-            exact=sum(reward == 1.0 for reward in rewards) / len(rewards),
-            largest_deviation=measured.largest_deviation,
-            mean_support=measured.mean_support,
-            k3=k3,
-            seconds_generate=generating,
-            seconds_replay=training,
-            seconds_total=time.monotonic() - started,
-            load_average=os.getloadavg()[0],
-        )
-        with (plan.output / "rounds.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(record)) + "\n")
-        yield record
+        if number % plan.measure_every == 0 or number == plan.rounds:
+            begin = time.monotonic()
+            held_out = plan.output / "held_out.jsonl"
+            measured = sample(
+                plan, engine, number, policies[-1], held_out, folder / "held_out", n=1
+            )
+            rewards = measured.rewards
+            now = time.monotonic()
+            record = Round(
+                seed=plan.seed,
+                round=number,
+                reward=sum(rewards) / len(rewards),
+                exact=sum(reward == 1.0 for reward in rewards) / len(rewards),
+                largest_deviation=measured.largest_deviation,
+                mean_support=measured.mean_support,
+                k3=k3,
+                seconds_generate=generating + now - begin,
+                seconds_replay=training,
+                seconds_total=now - started,
+                load_average=os.getloadavg()[0],
+            )
+            with (plan.output / "rounds.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(record)) + "\n")
+            yield record
         if number == plan.rounds:
             return
         begin = time.monotonic()
@@ -269,7 +274,7 @@ def set_environment() -> None:
 @click.option("--output", type=click.Path(path_type=Path), default="out/reverse-text/seed-0")
 @click.option("--seed", type=int, default=0)
 @click.option("--rounds", type=click.IntRange(min=1), default=10)
-@click.option("--prompts", type=click.IntRange(min=1), default=64, help="Of each dataset.")
+@click.option("--prompts", type=click.IntRange(min=1), default=128, help="Of each dataset.")
 @click.option("--sample-every", type=click.IntRange(min=0), default=1)
 @click.option("--reload-every", type=click.IntRange(min=1), default=1)
 @click.option("--generate-set", multiple=True, metavar="KEY=VALUE", help="Of generate.yaml.")

@@ -1,0 +1,188 @@
+"""What exact supports and centering are worth on the reverse-text task, with seeds and spreads.
+
+Every arm starts from the same model and differs in what is named; a table gives the mean held-out
+reward of each with the range over the seeds. Arms that differ by less than their ranges do not
+differ as far as this task can tell.
+
+    python jobs/reverse_text/ablations.py --setting single --seeds 3 --output out/ablations
+
+Settings:
+    single      one dataset of the initial policy, 24 epochs over it; top_p .95, .8, .6
+    rounds      new data in each of 8 rounds; top_p .95, .8, .6
+    stale       weights that are up to 1, 4 and 16 rounds old sample 16 rounds' data; top_p .8
+    untruncated top_p 1: recorded head and tail, or K draws, instead of an exact support
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from rounds import Plan, run_rounds, set_environment
+
+# name -> overrides of replay.yaml
+TRUNCATED = {
+    "full support, centred": (),
+    "full vocabulary, centred": ("normaliser=vocabulary",),
+    "full support, not centred": ("loss.centering=off",),
+    "full vocabulary, not centred": ("normaliser=vocabulary", "loss.centering=off"),
+}
+UNTRUNCATED = {
+    "top 8 + tail, centred": (("capture.top=8",), ("loss.centering=tail",)),
+    "8 draws, centred": (
+        ("capture.top=0", "capture.draws=8"),
+        ("loss.centering=sampled", "data.untruncated=draws"),
+    ),
+    "not centred": (("capture.top=0",), ("loss.centering=off",)),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arm:
+    """One line of the table."""
+
+    setting: str
+    name: str
+    generate: tuple[str, ...]
+    replay: tuple[str, ...]
+    rounds: int
+    sample_every: int = 1
+    reload_every: int = 1
+
+
+def arms_of(setting: str) -> Iterator[Arm]:
+    """Yield the arms of a setting, those to be compared next to each other."""
+    if setting in ("single", "rounds"):
+        single = setting == "single"
+        for top_p in (0.6, 0.8, 0.95):
+            for name, overrides in TRUNCATED.items():
+                yield Arm(
+                    setting=setting,
+                    name=f"top_p {top_p}: {name}",
+                    generate=(f"sampling.top_p={top_p}",),
+                    replay=(*overrides, f"epochs={12 if single else 4}"),
+                    rounds=2 if single else 8,
+                    sample_every=0 if single else 1,
+                )
+    elif setting == "stale":
+        for reload_every in (1, 4, 16):
+            for name, overrides in TRUNCATED.items():
+                yield Arm(
+                    setting=setting,
+                    name=f"{reload_every} rounds old: {name}",
+                    generate=("sampling.top_p=0.8",),
+                    replay=overrides,
+                    rounds=16,
+                    reload_every=reload_every,
+                )
+    else:
+        for name, (generate, replay) in UNTRUNCATED.items():
+            yield Arm(
+                setting=setting,
+                name=name,
+                generate=("sampling.top_p=1.0", *generate),
+                replay=replay,
+                rounds=8,
+            )
+
+
+def table(lines: list[dict[str, object]]) -> str:
+    """Lay the results out as Markdown: mean and range over the seeds of each arm.
+
+    Args:
+        lines: As written to `ablations.jsonl`.
+
+    Returns:
+        The table.
+    """
+    rows = [
+        "| setting | arm | seeds | start | end: mean | end: min to max |",
+        "|---|---|---|---|---|---|",
+    ]
+    for key in dict.fromkeys((line["setting"], line["arm"]) for line in lines):
+        found = [line for line in lines if (line["setting"], line["arm"]) == key]
+        start = statistics.mean(float(str(line["start"])) for line in found)
+        ends = [float(str(line["end"])) for line in found]
+        rows.append(
+            f"| {key[0]} | {key[1]} | {len(ends)} | {start:.3f} | {statistics.mean(ends):.3f} "
+            f"| {min(ends):.3f} to {max(ends):.3f} |"
+        )
+    return "\n".join(rows)
+
+
+def read_lines(path: Path) -> list[dict[str, object]]:
+    """Return the results so far."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--model", type=click.Path(path_type=Path), default="out/quickstart-model")
+@click.option("--output", type=click.Path(path_type=Path), default="out/ablations")
+@click.option(
+    "--setting",
+    "settings",
+    multiple=True,
+    type=click.Choice(["single", "rounds", "stale", "untruncated"]),
+    default=("single", "rounds", "stale", "untruncated"),
+)
+@click.option("--seeds", type=click.IntRange(min=1), default=3)
+@click.option("--match", default="", help="Only arms whose name holds this.")
+def main(model: Path, output: Path, settings: tuple[str, ...], seeds: int, match: str) -> None:
+    """Run every arm with every seed; those that are done already are skipped."""
+    set_environment()
+    from rollout.engine_start import KeptEngine
+
+    results = output / "ablations.jsonl"
+    output.mkdir(parents=True, exist_ok=True)
+    engine = KeptEngine(0)
+    try:
+        # seed by seed, so that a run cut short still compares the arms
+        for seed in range(seeds):
+            for setting in settings:
+                for number, arm in enumerate(arms_of(setting)):
+                    done = {
+                        (line["setting"], line["arm"], line["seed"]) for line in read_lines(results)
+                    }
+                    if match not in arm.name or (setting, arm.name, seed) in done:
+                        continue
+                    plan = Plan(
+                        model=model,
+                        output=output / f"{setting}-{number:02d}-seed-{seed}",
+                        seed=seed,
+                        rounds=arm.rounds,
+                        sample_every=arm.sample_every,
+                        reload_every=arm.reload_every,
+                        prompts=64,
+                        measure_every=arm.rounds,
+                        generate=arm.generate,
+                        replay=arm.replay,
+                    )
+                    first, last = run_rounds(plan, engine)
+                    line = {
+                        "setting": setting,
+                        "arm": arm.name,
+                        "seed": seed,
+                        "start": first.reward,
+                        "end": last.reward,
+                        "k3": last.k3,
+                        "seconds": last.seconds_total,
+                    }
+                    with results.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(line) + "\n")
+                    click.echo(json.dumps(line))
+    finally:
+        engine.close()
+    click.echo(table(read_lines(results)))
+
+
+if __name__ == "__main__":
+    main()
