@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rollout.kernels.support_rows import entry_rows
 from rollout.loss_types import LossConfig, LossInputs
 
 # e^-1000 is never drawn: below it stands a sentinel such as -9999, which exp() would turn into 0
@@ -179,10 +180,8 @@ def working_dtype(inputs: LossInputs) -> torch.dtype:
 
 
 def _entry_row(inputs: LossInputs) -> Tensor:
-    """Return the row of every entry [E]; the output size spares the wait for the device."""
-    counts = inputs.support_offsets.long().diff()
-    num_entries = inputs.trainer_support_logprobs.shape[0]
-    return torch.repeat_interleave(counts, output_size=num_entries)
+    """Return the row of every entry [E], without waiting for the device."""
+    return entry_rows(inputs.support_offsets.long(), inputs.trainer_support_logprobs.shape[0])
 
 
 def _read_entries(

@@ -99,7 +99,7 @@ def test_a_row_without_a_tail(impl: Impl, device: str) -> None:
 
 
 @pytest.mark.parametrize(("impl", "device"), IMPLS)
-def test_a_small_tail_keeps_its_digits(impl: Impl, device: str) -> None:
+def test_o37_a_small_tail_keeps_its_digits(impl: Impl, device: str) -> None:
     case = make_case(5, [2], vocab=200, dtype=torch.float32)
     case.weight[:] = 0.0
     case.weight[case.ids.long()] = 30.0 * case.hidden / case.hidden.norm() ** 2 / case.scale

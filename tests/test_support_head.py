@@ -6,7 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from head_cases import HeadCase, make_case, run_with_grads, support_oracle
+from head_cases import (
+    HeadCase,
+    assert_close_to_oracle,
+    make_case,
+    run_with_grads,
+    support_oracle,
+)
 from torch import Tensor
 
 from rollout.kernels.support_head import support_logprobs, support_logprobs_reference
@@ -85,6 +91,17 @@ def test_order_of_entries_changes_nothing() -> None:
     other_targets, other_entries = support_logprobs(*replace(case, ids=case.ids[order]).arguments)
     torch.testing.assert_close(other_targets, targets)
     torch.testing.assert_close(other_entries, entries[order])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_support_of_100_000_ids_among_singletons(device: str) -> None:
+    lengths = [1] * 9 + [100_000] + [1] * 9 + [3]
+    case = make_case(6, lengths, vocab=120_000, width=16, dtype=torch.float32)
+    pulls = [torch.randn(n, generator=torch.Generator().manual_seed(n)).double() for n in
+             (len(lengths), sum(lengths))]  # fmt: skip
+    assert_close_to_oracle(
+        lambda c: support_logprobs(*c.arguments), support_oracle, case, torch.float32, pulls, device
+    )
 
 
 def test_missing_target_raises_and_is_found_without_raising() -> None:

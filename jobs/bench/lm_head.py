@@ -33,6 +33,7 @@ import torch
 import triton
 from torch import Tensor
 
+from rollout.kernels.head_config import WIDE_BLOCK_ELEMENTS
 from rollout.kernels.support_rows import entry_rows
 from rollout.losses import LossConfig, LossInputs, compute_loss
 
@@ -172,8 +173,8 @@ def other_heads(batch: Batch) -> dict[str, Callable[[], None] | None]:
     return heads
 
 
-def measure(label: str, batch: Batch, run: Callable[[], object], repeats: int) -> float:
-    """Time a head, print its line, and return the median device time in ms."""
+def measure(label: str, batch: Batch, run: Callable[[], object], repeats: int) -> tuple[float, int]:
+    """Time a head, print its line, and return the median device ms and the peak in bytes."""
     for _ in range(2):
         batch.hidden.grad = batch.weight.grad = None
         run()
@@ -208,7 +209,7 @@ def measure(label: str, batch: Batch, run: Callable[[], object], repeats: int) -
         f"{statistics.median(alone):10.3f}{peak / 2**30:9.2f}",
         flush=True,
     )
-    return median
+    return median, peak
 
 
 def check(batch: Batch) -> list[float]:
@@ -248,6 +249,12 @@ def check(batch: Batch) -> list[float]:
     return [ours / plain for ours, plain in zip(*errors, strict=True)]
 
 
+def most_memory(batch: Batch) -> int:
+    """Return what our head may allocate: dW, and nothing wider than H but the block of wide rows."""
+    num_entries, num_states = batch.ids.shape[0], batch.hidden.numel()
+    return 2 * batch.weight.numel() + 64 * num_entries + 16 * num_states + 8 * WIDE_BLOCK_ELEMENTS
+
+
 def run_case(case: Case, width: int, repeats: int, others: bool) -> list[str]:
     """Run one case, print its lines, and return what failed."""
     batch = make_batch(case, width)
@@ -258,9 +265,11 @@ def run_case(case: Case, width: int, repeats: int, others: bool) -> list[str]:
     )
     print(f"  {'':<44}{'device ms (spread)':>26}{'alone ms':>13}{'peak GiB':>9}")
     ours = [partial(train, batch, our_logprobs, centering=both) for both in (False, True)]
-    replay = measure("ours, replay", batch, ours[0], repeats)
-    centered = measure("ours, replay and exact centering", batch, ours[1], repeats)
-    by_loss = measure("ours, through rollout.losses", batch, lambda: train_by_loss(batch), repeats)
+    replay, peak = measure("ours, replay", batch, ours[0], repeats)
+    centered, _ = measure("ours, replay and exact centering", batch, ours[1], repeats)
+    by_loss, _ = measure(
+        "ours, through rollout.losses", batch, lambda: train_by_loss(batch), repeats
+    )
     product = torch.no_grad()(lambda: batch.hidden @ batch.weight.T)
     measure("one dense product, the floor", batch, product, 3)
     if others:
@@ -286,6 +295,10 @@ def run_case(case: Case, width: int, repeats: int, others: bool) -> list[str]:
     failed = []
     if not max(ratios) <= 2:
         failed.append(f"{case.name}, H {width}: gradients are off")
+    if peak > most_memory(batch):
+        failed.append(
+            f"{case.name}, H {width}: {peak} bytes, at most {most_memory(batch)} expected"
+        )
     if case.goal_ms is not None and width == 2048 and centered > case.goal_ms:
         failed.append(f"{case.name}, H {width}: {centered:.3f} ms, at most {case.goal_ms} expected")
     if case.goal_ms is not None and width == 2048 and centered - replay > MAX_CENTERING_MS:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rollout.batch import RolloutBatch
 from rollout.errors import RolloutError
-from rollout.kernels.support_head import support_logprobs
+from rollout.head import plan_batch, score_batch
 from rollout.loader import RolloutLoader
 from rollout.losses import LossConfig, LossMetrics, compute_loss
 
@@ -77,15 +77,8 @@ def evaluate(model: Any, batches: list[RolloutBatch], *, backward: bool) -> Eval
     with torch.set_grad_enabled(backward):
         for batch in batches:
             hidden, weight = scored_hidden(model, batch), model.lm_head.weight
-            target, support = support_logprobs(
-                hidden,
-                weight,
-                batch.support_ids,
-                batch.support_offsets,
-                batch.target_ids,
-                batch.inverse_temperature,
-            )
-            outputs = compute_loss(batch.loss_inputs(target, support), LOSS)
+            plan = plan_batch(batch, LOSS, vocab_size=weight.shape[0], weight_dtype=weight.dtype)
+            outputs = compute_loss(score_batch(hidden, weight, batch, plan), LOSS)
             if backward:
                 torch.autograd.backward(outputs.loss)
             losses.append(outputs.loss.item())
@@ -119,7 +112,7 @@ def read_step(path: str, vocab_size: int, groups: int, token_budget: int) -> lis
         The micro-batches, on the CPU.
 
     Raises:
-        click.ClickException: Rows without an exact support; their ratio needs a dense head.
+        click.ClickException: Rows without an exact support; exact centering has no use for them.
     """
     loader = RolloutLoader(
         path, vocab_size=vocab_size, groups_per_step=groups, token_budget=token_budget
