@@ -250,7 +250,7 @@ def check(batch: Batch) -> list[float]:
 
 
 def most_memory(batch: Batch) -> int:
-    """Return what our head may allocate: dW, and nothing wider than H but the block of wide rows."""
+    """Return what our head may allocate: dW, and nothing wider than H but a block of wide rows."""
     num_entries, num_states = batch.ids.shape[0], batch.hidden.numel()
     return 2 * batch.weight.numel() + 64 * num_entries + 16 * num_states + 8 * WIDE_BLOCK_ELEMENTS
 
