@@ -9,7 +9,7 @@ import yaml
 
 from rollout.config import JobConfig
 from rollout.dataset import dataset_exists
-from rollout.engine import engine_arguments
+from rollout.engine_args import engine_arguments
 from rollout.prompts import Prompt, read_prompts
 from rollout.resolve import resolve_job
 from rollout.rows import Rejection

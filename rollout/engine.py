@@ -7,8 +7,6 @@ costs only the window in flight.
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import logging
 import os
 from dataclasses import dataclass
@@ -16,71 +14,13 @@ from typing import Any
 
 from rollout.capture.lifeline import JOB_PID
 from rollout.capture.request import extra_args
-from rollout.capture.worker_config import CONFIG_KEY
 from rollout.config import CaptureConfig, SamplingConfig
-from rollout.errors import ConfigError, EngineError, RolloutError
+from rollout.engine_args import engine_args_class, engine_arguments, first_line, set_environment
+from rollout.engine_watch import EngineWatch
+from rollout.errors import EngineError, RolloutError
 from rollout.model_files import ModelFiles
 
 _log = logging.getLogger(__name__)
-
-# what the job decides; each would change what is sampled or captured behind its back
-_OWNED = {
-    "model": "model.path",
-    "revision": "model.revision",
-    "dtype": "model.dtype",
-    "tokenizer": "model.path",
-    "seed": "sampling.seed",
-    "generation_config": "sampling",
-    "override_generation_config": "sampling",
-    "worker_cls": "the capture",
-    "worker_extension_cls": "the capture",
-    "additional_config": "the capture",
-    "logprobs_mode": "the capture",
-    "max_logprobs": "the capture",
-    "return_sampling_mask": "the capture",
-    "hf_token": "the environment variable HF_TOKEN: the job file is recorded in the dataset",
-}
-# each lets tokens be drawn from a distribution that the capture does not see
-_REFUSED = {
-    "speculative_config": "speculative decoding",
-    "spec_method": "speculative decoding",
-    "spec_model": "speculative decoding",
-    "spec_tokens": "speculative decoding",
-    "logits_processors": "custom logits processors",
-    "enable_batch_sharded_sampling": "batch-sharded sampling",
-    "watermark_config": "watermarks",
-    "enable_trace_replay": "trace replay",
-    "runner": "runners other than generation",
-    "data_parallel_size": "data parallelism inside one engine; run one job a replica",
-}
-# these change speed or memory but no distribution; any other argument is part of the fingerprint
-THROUGHPUT_ARGS = frozenset(
-    {
-        "async_scheduling",
-        "block_size",
-        "cpu_offload_gb",
-        "disable_log_stats",
-        "distributed_executor_backend",
-        "download_dir",
-        "enable_chunked_prefill",
-        "enable_prefix_caching",
-        "enforce_eager",
-        "gpu_memory_utilization",
-        "kv_cache_memory_bytes",
-        "load_format",
-        "long_prefill_token_threshold",
-        "max_long_partial_prefills",
-        "max_num_batched_tokens",
-        "max_num_partial_prefills",
-        "max_num_seqs",
-        "max_parallel_loading_workers",
-        "num_gpu_blocks_override",
-        "pipeline_parallel_size",
-        "swap_space",
-        "tensor_parallel_size",
-        "trust_remote_code",
-    }
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,35 +33,6 @@ class Finished:
     """What the engine decoded; null unless stop strings asked it to."""
     finish_reason: str | None
     stop_reason: str | None
-
-
-def refuse_owned(args: dict[str, Any]) -> None:
-    """Refuse engine arguments that belong to the job or that a capture can't follow.
-
-    Raises:
-        ConfigError: naming the argument and where its value belongs.
-    """
-    for name, value in args.items():
-        if name in _OWNED:
-            raise ConfigError(f"engine.{name}: decided by the job, not here; see {_OWNED[name]}")
-        if name in _REFUSED and value not in (None, False, "auto", 1):
-            raise ConfigError(f"engine.{name}: {_REFUSED[name]} can't be captured, remove it")
-
-
-def check_engine_args(args: dict[str, Any]) -> None:
-    """Refuse names that the installed vLLM does not know; imports vLLM but loads nothing.
-
-    Raises:
-        ConfigError: with the nearest known name.
-        EngineError: vLLM is not installed.
-    """
-    refuse_owned(args)
-    known = {field.name for field in dataclasses.fields(_engine_args_class())}
-    for name in args:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean `{near[0]}`?" if near else ""
-            raise ConfigError(f"engine.{name}: this vLLM has no such argument{hint}")
 
 
 class RequestError(RolloutError, ValueError):
@@ -153,16 +64,17 @@ class Engine:
         Raises:
             EngineError: vLLM is not installed, or refuses to start.
         """
-        _set_environment()
+        set_environment()
         os.environ[JOB_PID] = str(os.getpid())
         engine_args = engine_arguments(files, capture, args, seed, has_tokenizer)
-        _engine_args_class()
+        engine_args_class()
         from vllm import LLM
 
         try:
             self._llm = LLM(**engine_args)
         except Exception as error:  # whatever went wrong at start-up, the engine is not there
-            raise EngineError(f"vLLM did not start: {_first_line(error)}") from error
+            raise EngineError(f"vLLM did not start: {first_line(error)}") from error
+        self._watch = EngineWatch(self._llm.llm_engine.engine_core)
         self._internal: dict[str, str] = {}
         self._with_text: set[str] = set()
         self.max_model_len: int = self._llm.model_config.max_model_len
@@ -222,7 +134,7 @@ class Engine:
                 request_id, {"prompt_token_ids": prompt_token_ids}, params
             )
         except (ValueError, TypeError) as error:
-            raise RequestError(_first_line(error)) from error
+            raise RequestError(first_line(error)) from error
         except Exception as error:  # whatever else: the engine takes no requests any more
             raise _died(error) from error
         self._internal[request_id] = internal
@@ -293,7 +205,7 @@ class Engine:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
         except Exception as error:  # an engine with half of its weights replaced is no engine
             raise EngineError(
-                f"vLLM did not reload weights from {folder}: {_first_line(error)}"
+                f"vLLM did not reload weights from {folder}: {first_line(error)}"
             ) from error
         # cached prefixes hold keys and values of the old weights
         if not self._llm.reset_prefix_cache():
@@ -306,10 +218,11 @@ class Engine:
 
     def close(self) -> None:
         """Shut the engine and its processes down, also a dead one."""
+        self._watch.close()
         try:
             self._llm.llm_engine.engine_core.shutdown()
         except Exception as error:  # its processes end with the job in any case
-            _log.warning("vLLM did not shut down: %s", _first_line(error))
+            _log.warning("vLLM did not shut down: %s", first_line(error))
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
         try:
@@ -317,32 +230,6 @@ class Engine:
         except Exception as error:
             raise _died(error) from error
         return replies
-
-
-def engine_arguments(
-    files: ModelFiles,
-    capture: CaptureConfig,
-    args: dict[str, Any],
-    seed: int,
-    has_tokenizer: bool,
-) -> dict[str, Any]:
-    """Return what vLLM is started with; see `Engine` for the arguments."""
-    worker = "gpu_worker.GPUCaptureWorker" if _has_cuda() else "cpu_worker.CPUCaptureWorker"
-    defaults = {} if has_tokenizer else {"skip_tokenizer_init": True}
-    return (
-        defaults
-        | args
-        | {
-            "model": files.path,
-            "revision": files.revision,
-            "dtype": files.dtype,
-            "seed": seed,
-            "generation_config": "vllm",  # neutral: the checkpoint's file changes nothing
-            "worker_cls": f"rollout.capture.{worker}",
-            "logprobs_mode": "processed_logits",
-            "additional_config": {CONFIG_KEY: capture.model_dump(exclude={"spool_bytes"})},
-        }
-    )
 
 
 def sampling_params(
@@ -387,41 +274,5 @@ def sampling_params(
     )
 
 
-def _engine_args_class() -> Any:
-    _set_environment()
-    try:
-        from vllm.engine.arg_utils import EngineArgs
-    except ImportError as error:
-        raise EngineError(
-            f"vLLM can't be imported ({error}); install rollout[gpu] or rollout[cpu]"
-        ) from error
-    return EngineArgs
-
-
-def _has_cuda() -> bool:
-    import torch
-
-    # unlike is_available, this asks the driver's management library and starts no CUDA context,
-    # which a forked engine process could not use
-    return torch.cuda.device_count() > 0
-
-
-def _set_environment() -> None:
-    """Set what must stand before vLLM is imported; what the user has set stays."""
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    # a fused sampler draws from logits that were never masked: the capture can't follow it
-    os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
-    os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
-    if not _has_cuda():
-        # one process: three times the start-up otherwise, and no launch thread to keep free
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-
-
 def _died(error: Exception) -> EngineError:
-    return EngineError(f"vLLM died: {_first_line(error)}")
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return EngineError(f"vLLM died: {first_line(error)}")

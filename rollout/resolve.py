@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.config import JobConfig
-from rollout.engine import THROUGHPUT_ARGS, check_engine_args
+from rollout.engine_args import THROUGHPUT_ARGS, check_engine_args, check_engine_config
 from rollout.errors import InputError
 from rollout.model_files import ModelFiles, resolve_model
 from rollout.prompts import check_prompts_file
@@ -48,6 +48,7 @@ def resolve_job(config: JobConfig) -> ResolvedJob:
     check_engine_args(config.engine)
     trust = bool(config.engine.get("trust_remote_code", False))
     renderer = Renderer(files, config.prompts, trust_remote_code=trust)
+    check_engine_config(files, config.capture, config.engine, renderer.has_tokenizer)
     stop_ids = inherited_stop_ids(files.folder)
     inputs = fingerprint_inputs(config, files, stop_ids)
     record = DatasetRecord(

@@ -248,6 +248,13 @@ def job_file(folder: Path, model: Path, /, **sections: Any) -> Path:
         ({}, ["sampling.top_p=1.0", "sampling.min_tokens=2"], 2, "a hidden truncation"),
         ({}, ["engine.worker_cls=x.Y"], 2, "engine.worker_cls: decided by the job"),
         ({}, ["engine.max_num_seq=4"], 2, "did you mean `max_num_seqs`?"),
+        (
+            {},
+            ["engine.max_num_seqs=many"],
+            2,
+            "engine.max_num_seqs: got 'many', expected int or null",
+        ),
+        ({}, ["engine.tensor_parallel_size=64"], 2, "must be divisible by tensor parallel size"),
         ({}, ["engine.speculative_config={method: ngram}"], 2, "speculative decoding"),
         ({}, ["reward=absent.py:f"], 3, "reward absent.py:f"),
     ],

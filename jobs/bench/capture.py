@@ -43,7 +43,7 @@ from capture_arms import (
 )
 from random_model import SHAPE, SPREADS, resolved_job, set_weights, write_model
 
-from rollout.engine import engine_arguments
+from rollout.engine_args import engine_arguments
 from rollout.engine_start import LazyEngine
 from rollout.resolve import ResolvedJob
 
