@@ -1,7 +1,7 @@
 """A loss as one kernel, for float32 and narrower values on a GPU.
 
 The same numbers as `rollout.loss_rows`, `rollout.centering` and `rollout.sampler_kl` give one
-operation at a time; they are its reference and do float64, the CPU, and the checks of alignment.
+operation at a time; they are its reference and do float64 and the CPU.
 """
 
 # N scored tokens, E support entries of all rows
@@ -27,9 +27,9 @@ from rollout.loss_types import LossConfig, LossInputs
 from rollout.trust_region import SLACK_ULPS, log_weight_cap
 
 
-def can_fuse(inputs: LossInputs, config: LossConfig) -> bool:
-    """Return whether the kernel can do a micro-batch: on a GPU, unchecked, not in float64."""
-    fits = not config.check_values and working_dtype(inputs) == torch.float32
+def can_fuse(inputs: LossInputs) -> bool:
+    """Return whether the kernel can do a micro-batch: on a GPU, not in float64."""
+    fits = working_dtype(inputs) == torch.float32
     return fits and choose_impl(inputs.trainer_logprobs, None) == "triton"
 
 

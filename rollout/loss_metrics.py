@@ -65,17 +65,17 @@ class LossMetrics:
 
         `k3` is the mean of r - 1 - log r, an estimate of KL(q || p). Means over nothing are NaN.
         """
-        ratios = self.log_ratio[~self.log_ratio.isnan()].double()
+        log_ratio = self.log_ratio.double()
         num_usable = (self.num_tokens - self.num_nonfinite - self.num_unsupported).double()
-        ratio = ratios.exp().clamp(max=MAX_RATIO)
-        k3 = (torch.expm1(ratios) - ratios).clamp(max=MAX_RATIO)
+        ratio = log_ratio.exp().clamp(max=MAX_RATIO)
+        k3 = (torch.expm1(log_ratio) - log_ratio).clamp(max=MAX_RATIO)
         values = {
             "tokens": self.num_tokens,
             "nonfinite": self.num_nonfinite,
             "unsupported": self.num_unsupported,
             "masked_share": self.num_masked / num_usable,
-            "ratio_mean": ratio.mean(),
-            "k3": k3.mean(),
+            "ratio_mean": ratio.nanmean(),
+            "k3": k3.nanmean(),
             "policy_loss": self.policy_loss,
             "centering_loss": self.centering_loss,
             "kl_loss": self.kl_loss,
@@ -84,20 +84,21 @@ class LossMetrics:
             "centering_l1": self.centering_l1 / num_usable,
             "kept_mass": self.kept_mass / self.num_kept_mass,
         }
-        # sorting by hand: torch.quantile refuses more than 16 M values, and an empty tensor
-        ordered = ratio.sort().values
-        for quantile in QUANTILES:
-            name = f"ratio_p{round(100 * quantile):02d}"
-            values[name] = _quantile(ordered, quantile)
+        for quantile, value in zip(QUANTILES, _quantiles(ratio), strict=True):
+            values[f"ratio_p{round(100 * quantile):02d}"] = value
         numbers = torch.stack([value.double() for value in values.values()]).tolist()
         return dict(zip(values, numbers, strict=True))
 
 
-def _quantile(ordered: Tensor, quantile: float) -> Tensor:
-    """Return a quantile of sorted values [M], linearly interpolated; NaN when there are none."""
-    if ordered.numel() == 0:
-        return ordered.new_tensor(float("nan"))
-    position = quantile * (ordered.numel() - 1)
-    below = int(position)
-    above = min(below + 1, ordered.numel() - 1)
-    return torch.lerp(ordered[below], ordered[above], position - below)
+def _quantiles(values: Tensor) -> Tensor:
+    """Return `QUANTILES` of [M] values, linearly interpolated, NaN left out; NaN of nothing.
+
+    By hand, since torch.quantile refuses more than 16 M values, and an empty tensor.
+    """
+    # NaN sorts last; one more stands for an empty tensor
+    ordered = torch.cat([values.sort().values, values.new_full((1,), torch.nan)])
+    last = (values.isnan().logical_not().sum() - 1).clamp(min=0)
+    position = torch.tensor(QUANTILES, dtype=values.dtype).to(values.device, non_blocking=True)
+    position = position * last
+    below = position.long()
+    return torch.lerp(ordered[below], ordered[torch.minimum(below + 1, last)], position - below)

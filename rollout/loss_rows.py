@@ -103,11 +103,6 @@ def select_rows(inputs: LossInputs, config: LossConfig) -> LossRows:
 
     Returns:
         The working view of the inputs.
-
-    Raises:
-        ValueError: with `check_values`, a sampled id is not exactly once in its exact support, a
-            row's support is of another kind than the config needs, or offsets are not those of E
-            entries.
     """
     dtype = working_dtype(inputs)
     log_p, log_q = inputs.trainer_logprobs.to(dtype), inputs.sampler_logprobs.to(dtype)
@@ -118,9 +113,7 @@ def select_rows(inputs: LossInputs, config: LossConfig) -> LossRows:
     sampler_tail = inputs.sampler_tail_mass.to(dtype)
     max_log_p = MAX_LOG_P if config.reads_ratio else torch.finfo(dtype).max
 
-    if config.check_values:
-        _check_offsets(inputs)
-    kinds = _support_kinds(inputs)
+    kinds = support_kinds(inputs)
     entries = _read_entries(inputs, config, dtype, max_log_p)
     possible = (
         _in_range(log_p, MIN_LOG_P, max_log_p)
@@ -130,17 +123,15 @@ def select_rows(inputs: LossInputs, config: LossConfig) -> LossRows:
     )
     supported = torch.ones_like(possible)
     if config.support_kinds:
-        good_tails = _is_mass(sampler_tail) & (_is_mass(trainer_tail) | ~kinds["head"])
+        good_tails = is_mass(sampler_tail) & (is_mass(trainer_tail) | ~kinds["head"])
         good_support = (entries.num_bad == 0) & (good_tails | kinds["draws"])
         possible &= ~inputs.support_valid | good_support
-        supported = (entries.num_real > 0) & _any_of(kinds, config.support_kinds)
+        supported = (entries.num_real > 0) & any_of(kinds, config.support_kinds)
     normalised = torch.ones_like(possible)
     if inputs.trainer_is_normalised is not None:
         normalised = inputs.trainer_is_normalised
         if not config.cancels_normaliser:
             supported = supported & normalised
-    if config.check_values:
-        _check_alignment(inputs, config, kinds, inputs.loss_mask & possible)
 
     usable = inputs.loss_mask & possible & supported
     entry_usable = entries.real & usable[entries.row]
@@ -179,7 +170,7 @@ def working_dtype(inputs: LossInputs) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
-def _entry_row(inputs: LossInputs) -> Tensor:
+def entry_rows_of(inputs: LossInputs) -> Tensor:
     """Return the row of every entry [E], without waiting for the device."""
     return entry_rows(inputs.support_offsets.long(), inputs.trainer_support_logprobs.shape[0])
 
@@ -191,7 +182,7 @@ def _read_entries(
     log_p, log_q = inputs.trainer_support_logprobs, inputs.sampler_support_logprobs
     zeros = torch.zeros_like(inputs.support_offsets[1:], dtype=torch.int64)
     if config.support_kinds:
-        row = _entry_row(inputs)
+        row = entry_rows_of(inputs)
     else:
         # of no use to any term: an empty slice keeps them in the graph and costs nothing
         log_p, log_q, row = log_p[:0], log_q[:0], zeros[:0]
@@ -218,12 +209,12 @@ def _in_range(values: Tensor, low: float, high: float) -> Tensor:
     return (values.detach() >= low) & (values.detach() <= high)
 
 
-def _is_mass(values: Tensor) -> Tensor:
+def is_mass(values: Tensor) -> Tensor:
     """Return where values are probabilities, give or take rounding."""
     return _in_range(values, 0.0, MAX_MASS)
 
 
-def _support_kinds(inputs: LossInputs) -> dict[str, Tensor]:
+def support_kinds(inputs: LossInputs) -> dict[str, Tensor]:
     """Return, per kind of support, the rows [N] that have it; a NaN tail mass counts as a head."""
     entries = inputs.support_valid & ~inputs.support_is_samples
     no_tail = inputs.sampler_tail_mass == 0.0
@@ -234,72 +225,9 @@ def _support_kinds(inputs: LossInputs) -> dict[str, Tensor]:
     }
 
 
-def _any_of(kinds: dict[str, Tensor], names: frozenset[str]) -> Tensor:
+def any_of(kinds: dict[str, Tensor], names: frozenset[str]) -> Tensor:
     """Return the rows [N] whose kind of support is among the names."""
     result = torch.zeros_like(kinds["exact"])
     for name in sorted(names):
         result |= kinds[name]
     return result
-
-
-def _check_offsets(inputs: LossInputs) -> None:
-    """Raise ValueError unless the offsets start at 0, never fall, and end at the entries."""
-    offsets = inputs.support_offsets.long()
-    num_entries = inputs.trainer_support_logprobs.shape[0]
-    lowest = offsets.diff().min() if offsets.numel() > 1 else offsets.new_zeros(())
-    first, last, least = torch.stack([offsets[0], offsets[-1], lowest]).tolist()
-    if first != 0 or last != num_entries or least < 0:
-        raise ValueError(
-            f"support_offsets go from {first} to {last} with a smallest step of {least}, "
-            f"expected 0 to {num_entries} entries, never falling"
-        )
-
-
-def _check_alignment(
-    inputs: LossInputs,
-    config: LossConfig,
-    kinds: dict[str, Tensor],
-    scored: Tensor,  # [N]
-) -> None:
-    """Raise ValueError where tokens, supports and settings don't belong together."""
-    needs = config.support_kinds
-    none = torch.zeros_like(scored)
-    wrong_kind = scored & _any_of(kinds, frozenset(kinds) - needs) if needs else none
-    no_tail = scored & kinds["head"] if "head" in needs else none
-    if inputs.trainer_tail_mass is not None:
-        no_tail = none
-    raw = none
-    if inputs.trainer_is_normalised is not None and not config.cancels_normaliser:
-        # whatever their values: logits look impossible as log-probabilities
-        raw = inputs.loss_mask & ~inputs.trainer_is_normalised
-    hits = torch.ones_like(scored, dtype=torch.int64)
-    if inputs.target_ids is not None and inputs.support_ids is not None:
-        entry_row = _entry_row(inputs)
-        same = inputs.support_ids.long() == inputs.target_ids.long()[entry_row]
-        hits = torch.zeros_like(hits).index_add(0, entry_row, same.long())
-    # also where values are impossible: a trainer that misses the id reports it as log p = -inf
-    missing = inputs.loss_mask & kinds["exact"] & (hits != 1)
-
-    faults = torch.stack([rows.sum() for rows in (wrong_kind, no_tail, raw, missing)]).tolist()
-    if faults[0]:
-        raise ValueError(
-            f"{faults[0]} tokens carry another kind of support than centering "
-            f"{config.centering!r} and kl_estimator {config.kl_estimator!r} use, expected "
-            f"{' or '.join(sorted(needs))}; choose the estimator that fits the capture"
-        )
-    if faults[1]:
-        raise ValueError(
-            f"trainer_tail_mass is missing for {faults[1]} tokens with a tail, expected the "
-            "trainer's mass outside the recorded head, from a dense log-sum-exp"
-        )
-    if faults[2]:
-        raise ValueError(
-            f"{faults[2]} tokens carry unnormalised trainer values, expected log-probabilities: "
-            "only plain reinforce with exact or sampled centering cancels the normaliser"
-        )
-    if faults[3] and inputs.target_ids is not None:
-        row = int(missing.nonzero()[0, 0])
-        raise ValueError(
-            f"token {row}: sampled id {int(inputs.target_ids[row])} stands {int(hits[row])} times "
-            "in its support, expected exactly once: the ids and the supports are misaligned"
-        )

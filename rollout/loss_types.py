@@ -151,7 +151,7 @@ class LossConfig:
     kl_estimator: KlEstimator = "exact"
     """KL over the exact support, head + tail as one bin, K draws, or the sampled token alone."""
     check_values: bool = True
-    """Raise on misaligned data; on a GPU that takes two waits and the loss in many small steps."""
+    """Raise on misaligned data; costs two device-to-host syncs a call."""
 
     def __post_init__(self) -> None:
         for name, allowed in (

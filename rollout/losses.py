@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from rollout.centering import centering_term
+from rollout.loss_checks import check_inputs
 from rollout.loss_fused import can_fuse, fused_rows
 from rollout.loss_metrics import LossMetrics
 from rollout.loss_rows import LossRows, select_rows
@@ -38,8 +39,8 @@ __all__ = ["LossConfig", "LossInputs", "LossMetrics", "LossOutputs", "compute_lo
 def compute_loss(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     """Compute a loss over the scored tokens of one micro-batch.
 
-    On a GPU without `check_values` it is one kernel, waits for nothing, and leaves the gradient by
-    support entries unset if no term reads them.
+    On a GPU it is one kernel, which waits for nothing and leaves the gradient by support entries
+    unset if no term reads them; `check_values` waits before it.
 
     Args:
         inputs: N scored tokens and E support entries.
@@ -52,7 +53,9 @@ def compute_loss(inputs: LossInputs, config: LossConfig) -> LossOutputs:
         ValueError: with `check_values`, supports are missing their sampled id, are of a kind that
             the config can't use, or don't fit their offsets.
     """
-    if can_fuse(inputs, config):
+    if config.check_values:
+        check_inputs(inputs, config)
+    if can_fuse(inputs):
         return _fused_loss(inputs, config)
     rows = select_rows(inputs, config)
     keep = trusted(rows.log_p.detach(), rows.log_q, config)

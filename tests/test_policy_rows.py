@@ -151,6 +151,25 @@ def test_wide_supports_and_half_precision(device: str, monkeypatch: pytest.Monke
     torch.testing.assert_close(got[2].cpu(), want[2])
 
 
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+def test_free_of_waits_on_cuda() -> None:
+    values = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in mixed_batch(6).items()}
+    config = LossConfig(**SETTINGS["icepop tail"], check_values=False)
+    run(values, config)
+    torch.cuda.set_sync_debug_mode("error")
+    run(values, config)
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def test_misaligned_data_is_refused_before_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    values, _ = random_batch(9, dtype=torch.float32)
+    values["target_ids"][5], values["loss_mask"][5] = 41, True
+    with pytest.raises(ValueError, match="token 5: sampled id 41 stands 0 times in its support"):
+        run(values, LossConfig(loss="icepop", centering="exact"))
+
+
 def test_no_rows_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     want, got = both(take(mixed_batch(5), []), SETTINGS["icepop exact"], "cpu", monkeypatch)
     assert float(got[0].loss) == float(want[0].loss) == 0.0
