@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
 import json
+from pathlib import Path
 from typing import Any, Final
 
 from rollout.errors import DatasetError
@@ -10,6 +13,51 @@ from rollout.storage import Storage
 
 AGREEMENT_FILE: Final = "_agreement.json"
 """Beside the data: what `rollout agree` measured, one JSON object."""
+
+
+def save_agreement(path: str | Path, report: Any, *, model: str, dtype: str) -> None:
+    """Keep an agreement report beside the data, in the place of an earlier one.
+
+    Args:
+        path: the dataset.
+        report: a `rollout.agreement.AgreementReport`.
+        model: what was compared with the data.
+        dtype: in which its logits were computed.
+
+    Raises:
+        OutputError: it can't be written.
+    """
+    values = {
+        "agreement_version": 1,
+        "created_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "model": model,
+        "dtype": dtype,
+        "largest_deviation": report.largest_deviation,
+    }
+    data = json.dumps(values | dataclasses.asdict(report), indent=2).encode()
+    Storage.open(path).write_bytes(AGREEMENT_FILE, data)
+
+
+def summary_of(report: dict[str, Any]) -> str:
+    """Say on one line what an agreement report found."""
+    said = [f"{report['model']}"] if "model" in report else []
+    if isinstance(report.get("tokens"), int):
+        said.append(f"{report['tokens']:,} tokens")
+    for label, name in (("ratio", "replayed"), ("without replay", "unreplayed")):
+        stats = report.get(name)
+        if isinstance(stats, dict):
+            said.append(f"{label} {_number(stats.get('mean'))}")
+            if name == "replayed":
+                said.append(f"k3 {_number(stats.get('k3'))}")
+    deviation = report.get("largest_deviation", 0.0)
+    said.append(f"largest |ratio - 1| {_number(deviation)}")
+    nonfinite = [report.get(f"nonfinite_{side}") for side in ("trainer", "sampler")]
+    said.append(f"not finite {nonfinite[0]} and {nonfinite[1]}")
+    return ", ".join(said)
+
+
+def _number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, (int, float)) else "not finite"
 
 
 def read_agreement(storage: Storage) -> dict[str, Any] | None:

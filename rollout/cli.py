@@ -47,7 +47,8 @@ def main(verbose: bool) -> None:
 
     Exit codes: 0 done; 2 wrong job file or usage; 3 model, prompts or reward unreadable; 4 output
     not writable or another run's; 5 the engine failed; 6 rollouts are missing at the end; 7 no
-    readable dataset; 8 training can't go on, or weights do not agree with a dataset.
+    readable dataset; 8 training can't go on, or weights do not agree with a dataset; 9 stopped by
+    a signal, with everything finished committed; 10 more rollouts failed than the job allows.
     """
     level = logging.INFO if verbose else logging.WARNING
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
@@ -127,11 +128,81 @@ def replay(path: str, overrides: Sequence[str]) -> None:
 @click.option(
     "--tolerance", type=float, help="Fail if a token's ratio is further than this from 1."
 )
+@click.option("--save", is_flag=True, help="Keep the report beside the data, for inspect.")
 @_expected_errors
-def agree(path: str, model: str, dtype: str, max_rollouts: int, tolerance: float | None) -> None:
+def agree(
+    path: str, model: str, dtype: str, max_rollouts: int, tolerance: float | None, save: bool
+) -> None:
     """Compare a model's probabilities with those that a dataset recorded."""
     from rollout.agreement import agree as run
 
     report = run(path, model, compute_dtype=dtype, max_rollouts=max_rollouts)
     click.echo(report.table())
+    if save:
+        from rollout.agreement_file import save_agreement
+
+        save_agreement(path, report, model=model, dtype=dtype)
     report.check(tolerance)
+
+
+@main.command()
+@click.argument("path")
+@click.option("-o", "--output", required=True, type=click.Path(), help="The page to write.")
+@click.option("--full", is_flag=True, help="Read every shard; else a sample of a large dataset.")
+@_storage_options
+@_expected_errors
+def report(path: str, output: str, full: bool, storage_options: Sequence[str]) -> None:
+    """Write a page with charts of a dataset: one HTML file that needs no network."""
+    from rollout.html_report import write_report
+    from rollout.storage_arguments import parse_storage_options
+
+    size = write_report(path, output, parse_storage_options(storage_options), full=full)
+    click.echo(f"{output}: {size / 1e3:.0f} kB")
+
+
+@main.command()
+@click.argument("path")
+@click.option("-o", "--output", required=True, help="File or folder to write.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["jsonl", "huggingface"]),
+    default="jsonl",
+    show_default=True,
+)
+@click.option("--supports/--no-supports", default=False, show_default=True)
+@_storage_options
+@_expected_errors
+def export(
+    path: str, output: str, form: str, supports: bool, storage_options: Sequence[str]
+) -> None:
+    """Write a dataset as JSON lines, or as a Hugging Face dataset's folder."""
+    from pathlib import Path
+
+    from rollout import export as module
+    from rollout.storage_arguments import parse_storage_options
+
+    options = parse_storage_options(storage_options)
+    write = module.export_jsonl if form == "jsonl" else module.export_hugging_face
+    rows = write(path, Path(output), supports=supports, storage_options=options)
+    click.echo(f"{output}: {rows:,} rollouts")
+
+
+@main.command()
+@click.argument("path")
+@click.argument("values", type=click.Path())
+@click.option("-o", "--output", required=True, help="The new dataset's folder or URL.")
+@_storage_options
+@_expected_errors
+def join(path: str, values: str, output: str, storage_options: Sequence[str]) -> None:
+    """Add the rewards or advantages of a table, by rollout_id, in a new dataset."""
+    from pathlib import Path
+
+    from rollout.join import join_values
+    from rollout.storage_arguments import parse_storage_options
+
+    options = parse_storage_options(storage_options)
+    # one set of options serves both sides; a local output takes none
+    remote = options if "://" in output else None
+    found = join_values(path, Path(values), output, storage_options=options, output_options=remote)
+    click.echo(found.text())

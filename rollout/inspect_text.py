@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import Any, Final
 
+from rollout.agreement_file import summary_of
 from rollout.report import InspectReport
 from rollout.rows import Rejection
 from rollout.tally import Spread
@@ -47,7 +48,7 @@ def format_report(report: InspectReport) -> str:
 def _facts(report: InspectReport) -> list[str]:
     lines = [
         _line("dataset", report.url),
-        *_wrapped("status", _status(report)),
+        *_wrapped("status", status_of(report)),
         _line("made by", _made_by(report)),
         *_wrapped("settings", _settings(report)),
         _line("fingerprint", f"{report.fingerprint[:32]}, format {report.format_version}"),
@@ -117,7 +118,8 @@ def bar(share: float, width: int) -> str:
     return "#" * round(min(max(share, 0.0), 1.0) * width)
 
 
-def _status(report: InspectReport) -> str:
+def status_of(report: InspectReport) -> str:
+    """Say in one sentence whether a dataset is complete, and what it lacks."""
     aside = []
     if report.prompts_rejected:
         aside.append(_count(report.prompts_rejected, "prompt"))
@@ -162,16 +164,8 @@ def _settings(report: InspectReport) -> str:
 
 def _agreement(report: InspectReport) -> str:
     if report.agreement is None:
-        return "trainer and sampler were not compared: `rollout agree` does it"
-    simple = {
-        key: value
-        for key, value in report.agreement.items()
-        if isinstance(value, (int, float, str)) and not key.endswith("_version")
-    }
-    return ", ".join(
-        f"{key} {value:.6g}" if isinstance(value, float) else f"{key} {value}"
-        for key, value in simple.items()
-    )
+        return "trainer and sampler were not compared: `rollout agree --save` does it"
+    return summary_of(report.agreement)
 
 
 def _more(count: int) -> list[str]:

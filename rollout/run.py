@@ -278,8 +278,11 @@ class Run:
                 self._finish_whole(ended)
 
     def _finish_whole(self, whole: Whole) -> None:
-        if not self._writer.engine:
-            self._writer.engine = dict(self._window.facts)
+        # replaced and never changed, since a commit under way reads it
+        self._writer.engine = dict(self._window.facts) | {
+            "largest_step": self._window.stats.largest_step,
+            "support_capacity": self._job.config.capture.support_capacity,
+        }
         row = self._finisher.row(whole.request, whole.finished, whole.token_ids, whole.captured)
         self._finished += 1
         self._tokens += len(whole.token_ids)

@@ -43,9 +43,21 @@ class ShardScan:
         columns: columns of the schema.
         full: read every shard; else at most `MAX_SHARDS` of them and about `MAX_BYTES`, evenly
             spread over the run.
+        max_shards: another limit than `MAX_SHARDS`.
+        max_bytes: another limit than `MAX_BYTES`.
     """
 
-    def __init__(self, view: DatasetView, columns: Sequence[str], *, full: bool) -> None:
+    def __init__(
+        self,
+        view: DatasetView,
+        columns: Sequence[str],
+        *,
+        full: bool,
+        max_shards: int | None = None,
+        max_bytes: int | None = None,
+    ) -> None:
+        self._max_shards = MAX_SHARDS if max_shards is None else max_shards
+        self._max_bytes = MAX_BYTES if max_bytes is None else max_bytes
         self._view = view
         self._columns = list(columns)
         self._open: dict[str, pq.ParquetFile] = {}
@@ -78,13 +90,14 @@ class ShardScan:
                         yield record, frame
 
     def _affordable(self, shards: Sequence[CommitRecord]) -> list[CommitRecord]:
-        if len(shards) <= MAX_SHARDS and sum(record.size for record in shards) <= MAX_BYTES:
+        total = sum(record.size for record in shards)
+        if len(shards) <= self._max_shards and total <= self._max_bytes:
             return list(shards)
-        candidates = [shards[index] for index in spread_indices(len(shards), MAX_SHARDS)]
+        candidates = [shards[index] for index in spread_indices(len(shards), self._max_shards)]
         with ThreadPoolExecutor(_READERS) as pool:
             costs = list(pool.map(self._cost, candidates))
         taken: list[int] = []
-        left = MAX_BYTES
+        left = self._max_bytes
         # coarse to fine, so that a sample which ends early is spread over the run as well
         for index in bisection_order(len(candidates)):
             if taken and costs[index] > left:

@@ -115,7 +115,18 @@ def complete_run(folder: Path) -> PreparedRun:
         own = [row for prompt in range(5 * unit, 5 * unit + 5) for row in make_rows(prompt)]
         writer.commit_part(f"u{unit:06d}", own)
         rows += own
-    report = {"tokens": 1920, "ratio_mean": 1.000012, "k3": 3.1e-8, "nonfinite": 0}
+    stats = {"tokens": 1920, "mean": 1.0000123, "quantiles": [0.9, 1, 1, 1, 1.1], "k3": 3.1e-8}
+    report = {
+        "model": "models/m",
+        "tokens": 1920,
+        "largest_deviation": 0.1,
+        "nonfinite_trainer": 0,
+        "nonfinite_sampler": 0,
+        "replayed": {"label": "ratio"} | stats,
+        "unreplayed": {"label": "ratio without replay"} | stats | {"mean": 0.9123},
+        "by_position": [{"label": "0"} | stats],
+        "by_support": [],
+    }
     (path / "_agreement.json").write_text(json.dumps(report))
     return PreparedRun(path=path, rows=rows)
 
