@@ -22,7 +22,6 @@ from rollout.schema.records import CommitRecord
 from rollout.storage_errors import may_pass
 
 _log = logging.getLogger(__name__)
-_RETRY_SECONDS = 15.0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,7 +66,7 @@ class Committer:
         *,
         pending: PendingParts | None = None,
         on_done: Callable[[str], None] = lambda unit: None,
-        retry_seconds: float = _RETRY_SECONDS,
+        retry_seconds: float,
     ) -> None:
         """Start the threads.
 
@@ -150,7 +149,7 @@ class Committer:
         if error is None:
             return
         if self.stats.kept_rows and isinstance(error, RolloutError) and self._pending_parts:
-            raise type(error)(
+            raise OutputError(
                 f"{error}; {self.stats.kept_rows} finished rollouts are kept in "
                 f"{self._pending_parts.folder}: the same command uploads them first"
             ) from error

@@ -21,6 +21,8 @@ from pydantic import (
     model_validator,
 )
 
+from rollout.redact import public_url
+
 MIN_TEMPERATURE = 0.01  # vLLM raises lower positive temperatures to this without saying so
 MAX_TEMPERATURE = 2.0  # vLLM refuses more
 
@@ -117,6 +119,13 @@ class PromptsConfig(Section):
     tokens and leaves room for `max_tokens`, at most half of the model's length."""
     duplicate_ids: Literal["fail", "allow"] = "fail"
     """Whether two rows may have the same `id`."""
+    bad_rows: Literal["reject", "fail"] = "reject"
+    """What happens to a row that can't be read or rendered."""
+
+    @property
+    def name(self) -> str:
+        """The path without secrets, for messages and tables."""
+        return public_url(self.path)
 
 
 class SamplingConfig(Section):
@@ -247,6 +256,8 @@ class OutputConfig(Section):
     """Units committed side by side."""
     flush_seconds: Float = Field(default=100.0, gt=0.0)
     """Finished rollouts are committed at least this often."""
+    retry_seconds: Float = Field(default=300.0, gt=0.0)
+    """How long a failing call to the storage is repeated before finished parts are kept locally."""
     pending_path: Text | None = None
     """Local folder for finished parts that the output does not take; uploaded when it does, also by
     the next run. Null: `rollout/pending` in the user's cache folder."""

@@ -108,7 +108,7 @@ class Finisher:
             prompt_key=prompt.key,
             prompt_id=prompt.prompt_id,
             sample_index=request.sample_index,
-            file=self._job.config.prompts.path,
+            file=self._job.config.prompts.name,
             line=prompt.line,
             stage=stage,
             reason=failure.reason,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout.config import JobConfig
+from rollout.config import JobConfig, OutputConfig
 from rollout.dataset import DatasetWriter, dataset_exists
 from rollout.engine_start import KeptEngine, LazyEngine
 from rollout.errors import StoppedError
@@ -40,7 +40,7 @@ def generate(
         try:
             with signals.interruptible():
                 job = resolve_job(config)
-                storage = Storage.open(config.output.path, config.output.storage_options)
+                storage = _open(config.output)
                 storage.probe()
                 exists = dataset_exists(storage, job.record)
             signals.on_hurry = storage.give_up
@@ -59,6 +59,10 @@ def generate(
             raise StoppedError(
                 f"stopped by {signals.signal.name}; the same command goes on from here"
             ) from None
+
+
+def _open(output: OutputConfig) -> Storage:
+    return Storage.open(output.path, output.storage_options, retry_seconds=output.retry_seconds)
 
 
 def _run(

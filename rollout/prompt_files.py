@@ -54,7 +54,7 @@ def read_rows(config: PromptsConfig) -> Iterator[RawRow]:
         InputError: the file can't be opened or read on, or is of another format.
     """
     if not config.path.endswith(_FORMATS):
-        raise InputError(f"prompts {config.path}: expected a file named {', '.join(_FORMATS)}")
+        raise InputError(f"prompts {config.name}: expected a file named {', '.join(_FORMATS)}")
     try:
         if config.path.endswith(".parquet"):
             yield from _parquet_rows(config)
@@ -65,7 +65,7 @@ def read_rows(config: PromptsConfig) -> Iterator[RawRow]:
     except Exception as error:  # every storage's client and every codec raises types of its own
         reason = getattr(error, "strerror", None) or explain(error, config.storage_options)
         reason = " ".join(str(reason).split())
-        raise InputError(f"prompts {config.path} can't be read: {reason}") from error
+        raise InputError(f"prompts {config.name} can't be read: {reason}") from error
 
 
 def _json_rows(config: PromptsConfig) -> Iterator[RawRow]:
@@ -73,7 +73,7 @@ def _json_rows(config: PromptsConfig) -> Iterator[RawRow]:
     with fsspec.open(config.path, "rb", compression=compression, **config.storage_options) as file:
         for line, raw in enumerate(file, start=1):
             if line == 1 and raw.startswith(_UTF16):
-                raise InputError(f"prompts {config.path}: the file is UTF-16, save it as UTF-8")
+                raise InputError(f"prompts {config.name}: the file is UTF-16, save it as UTF-8")
             # each of several concatenated files may bring its own byte order mark
             text = raw.removeprefix(_BOM).strip()
             if text:
@@ -112,7 +112,7 @@ def _parquet_rows(config: PromptsConfig) -> Iterator[RawRow]:
         counts = Counter(table.schema_arrow.names)
         repeated = [name for name, count in counts.items() if count > 1]
         if repeated:
-            raise InputError(f"prompts {config.path}: column `{repeated[0]}` is there twice")
+            raise InputError(f"prompts {config.name}: column `{repeated[0]}` is there twice")
         line = 1
         for batch in table.iter_batches(batch_size=1024):
             yield from _batch_rows(batch, line)

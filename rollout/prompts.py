@@ -82,9 +82,14 @@ def read_prompts(config: PromptsConfig, sampling: SamplingConfig) -> Iterator[Pr
             first = lines_of_ids.setdefault(row.prompt_id, raw.line)
             if first != raw.line and config.duplicate_ids == "fail":
                 raise InputError(
-                    f"prompts {config.path}: id {row.prompt_id[:200]!r} stands on line {first} and "
+                    f"prompts {config.name}: id {row.prompt_id[:200]!r} stands on line {first} and "
                     f"line {raw.line}; make ids unique, or set prompts.duplicate_ids: allow"
                 )
+        elif config.bad_rows == "fail":
+            raise InputError(
+                f"prompts {config.name} line {row.line}: {row.detail}; correct it, or set "
+                "prompts.bad_rows: reject"
+            )
         yield row
 
 
@@ -95,7 +100,7 @@ def check_prompts_file(config: PromptsConfig) -> None:
         InputError: it can't be opened, is of another format, or is empty.
     """
     if next(read_rows(config), None) is None:
-        raise InputError(f"prompts {config.path}: no rows")
+        raise InputError(f"prompts {config.name}: no rows")
 
 
 def _prompt(
@@ -215,7 +220,7 @@ def _rejection(
         prompt_key=_occurrence(seen, _sha256(f"rejected {hashlib.sha256(written).hexdigest()}")),
         prompt_id=_printable(str(prompt_id)) if named else None,
         sample_index=None,
-        file=config.path,
+        file=config.name,
         line=raw.line,
         stage="read",
         reason=reason,

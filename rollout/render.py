@@ -127,7 +127,7 @@ class Renderer:
         detail = f"got {len(ids)} tokens, expected at most {limit - 1} (max_model_len {limit})"
         if self._config.long_prompts == "fail":
             raise InputError(
-                f"prompts {self._config.path} line {prompt.line}: {detail}; shorten it, or set "
+                f"prompts {self._config.name} line {prompt.line}: {detail}; shorten it, or set "
                 "prompts.long_prompts to reject or truncate_left"
             )
         if self._config.long_prompts == "reject":
@@ -145,17 +145,22 @@ class Renderer:
             self._warned = True
             _log.warning(
                 "prompts %s line %d: the prompt starts with two begin-of-sequence tokens (id %d)",
-                self._config.path,
+                self._config.name,
                 prompt.line,
                 bos,
             )
 
     def _reject(self, prompt: Prompt, reason: str, detail: str, tokens: int | None) -> Rejection:
+        if self._config.bad_rows == "fail" and reason != "prompt_too_long":
+            raise InputError(
+                f"prompts {self._config.name} line {prompt.line}: {detail}; correct it, or set "
+                "prompts.bad_rows: reject"
+            )
         return Rejection(
             prompt_key=prompt.key,
             prompt_id=prompt.prompt_id,
             sample_index=None,
-            file=self._config.path,
+            file=self._config.name,
             line=prompt.line,
             stage="render",
             reason=reason,

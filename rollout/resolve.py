@@ -14,6 +14,7 @@ from rollout.engine_args import THROUGHPUT_ARGS, check_engine_args, check_engine
 from rollout.errors import InputError
 from rollout.model_files import ModelFiles, resolve_model
 from rollout.prompts import check_prompts_file
+from rollout.redact import public_url
 from rollout.render import Renderer
 from rollout.reward import Reward, load_reward
 from rollout.schema.records import DatasetRecord, fingerprint_of
@@ -124,7 +125,9 @@ def _provenance(
 ) -> dict[str, Any]:
     job = config.model_dump(mode="json")
     for section in ("prompts", "output"):
-        del job[section]["storage_options"]  # may hold secrets
+        # both may hold secrets
+        del job[section]["storage_options"]
+        job[section]["path"] = public_url(job[section]["path"])
     return {
         "rollout_version": VERSION,
         "job": job,

@@ -36,6 +36,7 @@ from rollout.work import (
 _log = logging.getLogger(__name__)
 _WINDOW = 3  # requests in flight for each that the engine runs at once
 _LOG_SECONDS = 60.0
+_RETRY_SECONDS = 15.0  # between looks at an output that takes nothing
 _IDLE_SECONDS = 0.02
 _ENOUGH_ENDED = 64  # rollouts after which the share of failed ones says something
 
@@ -76,7 +77,12 @@ class Run:
         threads = config.output.commit_threads
         self._claims = Claims(leases, most=threads)
         self._committer = Committer(
-            writer, config.prompts.path, threads, pending=pending, on_done=self._claims.release
+            writer,
+            config.prompts.name,
+            threads,
+            pending=pending,
+            on_done=self._claims.release,
+            retry_seconds=min(_RETRY_SECONDS, config.output.retry_seconds),
         )
         self._units = UnitBuffers(
             self._committer.commit, config.output, done=self._committer.finish

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import logging
 import os
-import re
 import tempfile
 import threading
 import uuid
@@ -33,6 +32,7 @@ from rollout.local_files import (
     remove_stale,
     replace_bytes,
 )
+from rollout.redact import public_url
 from rollout.schema.layout import SCRATCH_FOLDER
 from rollout.storage_errors import explain, is_storage_error, may_pass, says_exists
 
@@ -59,7 +59,7 @@ class Storage:
         self._full_url = url
         self._given_up = threading.Event()
         self._connect(fresh=False)
-        self.url = re.sub(r"//[^/@]*@", "//", url)
+        self.url = public_url(url)
         """Where it is, for messages."""
 
     @classmethod
@@ -83,10 +83,16 @@ class Storage:
         try:
             return cls(str(url), dict(options or {}), retry_seconds)
         except (ImportError, ValueError, TypeError) as error:
-            raise OutputError(f"storage {str(url)!r}: {type(error).__name__}: {error}") from error
+            raise OutputError(
+                f"storage {public_url(str(url))!r}: {explain(error, dict(options or {}))}"
+            ) from error
 
     def __repr__(self) -> str:
         return f"Storage({self.url!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # a worker process connects anew: connections and locks do not survive the way
+        return type(self), (self._full_url, self._options, self._retry_seconds)
 
     @property
     def local_root(self) -> Path | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
+from rollout.redact import redact
+
 # asking again does not help with these
 _FINAL_ERRORS: Final = (
     FileNotFoundError,
@@ -16,8 +18,6 @@ _FINAL_ERRORS: Final = (
 # errors of a storage's own client, none of them an OSError
 _CLIENT_MODULES: Final = ("botocore", "aiobotocore", "aiohttp", "google", "gcsfs", "azure", "adlfs")
 _EXPIRED: Final = re.compile(r"expired|TokenRefreshRequired", re.IGNORECASE)
-# options whose values help in a message; any other may be a secret
-_HARMLESS: Final = re.compile(r"endpoint|region|profile|project")
 
 
 def says_exists(error: BaseException) -> bool:
@@ -42,20 +42,7 @@ def explain(error: BaseException | None, options: dict[str, Any]) -> str:
     text = f"{type(error).__name__}: {error}" if error is not None else "unknown"
     if error is not None and _EXPIRED.search(f"{_code(error)} {text}"):
         text = f"credentials expired: {text}"
-    for value in _strings(options):
-        text = text.replace(value, "***")
-    return text
-
-
-def _strings(value: Any, name: str = "") -> list[str]:
-    """Every longer string in nested options that is not known to be harmless."""
-    if isinstance(value, str):
-        return [value] if len(value) >= 6 and not _HARMLESS.search(name) else []
-    if isinstance(value, dict):
-        return [text for key, item in value.items() for text in _strings(item, str(key))]
-    if isinstance(value, list | tuple):
-        return [text for item in value for text in _strings(item, name)]
-    return []
+    return redact(text, options)
 
 
 def _code(error: BaseException) -> str:
