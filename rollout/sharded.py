@@ -31,7 +31,7 @@ def whole_weight(weight: Tensor) -> Tensor:
             tensor is returned as it is.
 
     Returns:
-        [V, H], plain.
+        [V, H], plain, in the dtype of the parameter; cast it where the hidden states are narrower.
     """
     if not isinstance(weight, DTensor):
         return weight

@@ -208,6 +208,48 @@ def test_loss_and_gradients_equal_dense_float64(
         assert 0 < int(metrics.num_masked) < int(metrics.num_tokens)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("names", "untruncated", "settings"), [CASES[i] for i in (2, 4, 5)])
+# numpy, which interprets the kernels here, warns where a GPU computes NaN on purpose
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+def test_the_kernels_equal_dense_float64_and_wait_for_nothing(
+    names: tuple[str, ...],
+    untruncated: Untruncated,
+    settings: dict[str, Any],
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config, rows = LossConfig(**settings, check_values=False), rollouts(names)
+    states, weight = states_of(rows), output_weight()
+    want, _ = dense_loss(rows, states, weight, untruncated, config)
+    leaves = [weight, *states.values()]
+    grads = torch.autograd.grad(want, leaves, allow_unused=True)
+    full = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True)]
+
+    hidden = torch.cat(leaves[1:]).detach().to(device, torch.float32).requires_grad_()
+    output = weight.detach().to(device, torch.float32).requires_grad_()
+    batch = pack(rows, untruncated, 1.0)
+    plan = plan_batch(batch, config, vocab_size=V, weight_dtype=torch.float32)
+    batch, plan = batch.to(device), plan.to(torch.device(device))
+    if device == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    else:
+        torch.cuda.set_sync_debug_mode("error")
+    inputs = score_batch(hidden.index_select(0, batch.hidden_index), output, batch, plan)
+    outputs = compute_loss(inputs, config)
+    torch.autograd.backward(outputs.loss)
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("default")
+    assert int(outputs.metrics.num_nonfinite) == 0
+    torch.testing.assert_close(outputs.loss.double().cpu(), want.detach(), rtol=1e-4, atol=1e-4)
+    assert hidden.grad is not None
+    assert output.grad is not None
+    for ours, exact in ((hidden.grad, torch.cat(full[1:])), (output.grad, full[0])):
+        error = float((ours.double().cpu() - exact).norm() / exact.norm())
+        assert error < 1e-5
+
+
 def test_the_plan_follows_the_loss() -> None:
     batch = pack(rollouts(ALL), "draws", 1.0)
     draws = batch.support_is_samples
