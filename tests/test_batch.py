@@ -13,10 +13,13 @@ from synthetic import make_row
 from torch import Tensor
 
 from rollout.batch import RolloutBatch, pack_rollouts
+from rollout.blank_batch import blank_batch
 from rollout.kernels.support_head import support_logprobs
 from rollout.losses import LossConfig, compute_loss
+from rollout.recycled import RecycledArrays
 from rollout.rows import RolloutRow
 from rollout.schema.entries import pack_entries, unpack_entries
+from rollout.sequence_shard import sequence_shard
 
 VOCAB = 12
 # prompt lengths 1, 7, 3 and completions of 1, 2 and 5 tokens; ids odd and even
@@ -93,6 +96,28 @@ def test_u22_padded_loss_is_the_hand_value(side: Any) -> None:
     assert float(u22_loss(batch, wild, padded.hidden_index)) == pytest.approx(
         sum(HAND) / 8, abs=1e-6
     )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_u22_split_over_sequence_parallel_ranks(size: int) -> None:
+    batch = u22_batch()
+    shards = [sequence_shard(batch, rank, size, pad_token_id=11) for rank in range(size)]
+    # 19 tokens: the second rank's stretch of two begins inside the second rollout
+    assert {shard.num_tokens for shard in shards} == {-(-19 // size)}
+    joined = torch.cat([shard.input_ids for shard in shards])
+    assert torch.equal(joined[:19], batch.input_ids)
+    assert joined[19:].tolist() == [11] * (joined.shape[0] - 19)
+    assert sum(shard.num_scored for shard in shards) == 8
+    parts = [u22_loss(shard, shard.position_ids, shard.hidden_index) for shard in shards]
+    assert float(sum(parts)) == pytest.approx(sum(HAND) / 8, abs=1e-6)
+    if size == 2:
+        # the states at 0, 8, 9 | 13 .. 17 are on one rank or the other, with their own supports
+        assert [shard.num_scored for shard in shards] == [3, 5]
+        moved = [
+            u22_loss(shard, shard.position_ids, (shard.hidden_index + 1).clamp(max=9))
+            for shard in shards
+        ]
+        assert abs(float(sum(moved)) - sum(HAND) / 8) > 1e-3
 
 
 @pytest.mark.parametrize("layout", ["packed", "left", "right"])
@@ -228,3 +253,34 @@ def test_o36_a_certain_token_packs_to_its_bare_id_and_minus_infinity_is_no_entry
     assert (ids.tolist(), logprobs.tolist()) == ([8], [-math.inf])
     with pytest.raises(ValueError, match="infinite"):
         pack_entries([8], [-math.inf])
+
+
+@pytest.mark.parametrize("loss", ["ipo", "icepop", "reinforce"])
+def test_a_blank_batch_weighs_nothing(loss: Any) -> None:
+    batch = blank_batch(global_denominator=5.0, step=3)
+    assert (batch.num_tokens, batch.num_scored, batch.rollout_ids) == (2, 1, ())
+    assert (batch.global_denominator, batch.step) == (5.0, 3)
+    hidden = torch.ones(1, 2, dtype=torch.float64, requires_grad=True)
+    weight = torch.ones(4, 2, dtype=torch.float64, requires_grad=True)
+    targets, supports = support_logprobs(
+        hidden, weight, batch.support_ids, batch.support_offsets,
+        batch.target_ids, batch.inverse_temperature,
+    )  # fmt: skip
+    settings = LossConfig(loss=loss, centering="exact", kl_q_p=0.5)
+    value = compute_loss(batch.loss_inputs(targets, supports), settings).loss
+    value.backward()  # type: ignore[no-untyped-call]
+    assert float(value.detach()) == 0.0
+    for leaf in (hidden, weight):
+        assert leaf.grad is None or not leaf.grad.any()
+
+
+def test_memory_is_used_again_only_when_nobody_holds_it() -> None:
+    memory = RecycledArrays()
+    first = memory.empty(2**19, np.int32)
+    place = first.ctypes.data
+    tensor = torch.from_numpy(first)[5:]
+    del first
+    assert memory.empty(2**19, np.int32).ctypes.data != place
+    del tensor
+    again = [memory.empty(2**19, np.int32), memory.empty(2**19, np.int32)]
+    assert place in [array.ctypes.data for array in again]
