@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from synthetic import make_row
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -147,7 +148,7 @@ def main(folder: Path, rank: int, world_size: int) -> None:
             init_method=f"file://{folder / 'store'}",
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=60),
+            timeout=timedelta(seconds=240),
         )
     facts: dict[str, object] = {}
     for loss, config in LOSSES.items():
@@ -155,11 +156,10 @@ def main(folder: Path, rank: int, world_size: int) -> None:
         for way in ("gathered", "inside", "tied"):
             model = Model(tied=way == "tied")
             if world_size > 1:
-                if way == "gathered":
-                    fully_shard(model.body)
-                    fully_shard(model.lm_head)
-                else:
-                    fully_shard(model)
+                # without a mesh it takes the devices of a machine that has some
+                mesh = init_device_mesh("cpu", (world_size,))
+                for module in (model.body, model.lm_head) if way == "gathered" else (model,):
+                    fully_shard(module, mesh=mesh)
                 assert isinstance(model.lm_head.weight, DTensor)
                 sum_gradients(model)
                 if loss == "icepop" and way == "gathered":

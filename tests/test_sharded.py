@@ -38,7 +38,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
     try:
         run_rank(folder, 0, 1)
         for rank in ranks:
-            output, _ = rank.communicate(timeout=120)
+            output, _ = rank.communicate(timeout=300)
             assert rank.returncode == 0, output
     finally:
         for rank in ranks:
