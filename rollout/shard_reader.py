@@ -120,6 +120,7 @@ class ShardReader:
         self._verified: set[Block] = set()
         self._footers: OrderedDict[int, pq.FileMetaData] = OrderedDict()
         self._lock = threading.Lock()
+        self._asking: dict[int, threading.Lock] = {}
 
     def is_local(self, shard: int) -> bool:
         """Whether a shard is on this machine's file system."""
@@ -207,6 +208,19 @@ class ShardReader:
             if shard in self._footers:
                 self._footers.move_to_end(shard)
                 return self._footers[shard]
+            asking = self._asking.setdefault(shard, threading.Lock())
+        with asking:
+            with self._lock:
+                if shard in self._footers:
+                    return self._footers[shard]
+            footer = self._fetch_footer(shard)
+            with self._lock:
+                self._footers[shard] = footer
+                if len(self._footers) > _FOOTERS:
+                    self._footers.popitem(last=False)
+        return footer
+
+    def _fetch_footer(self, shard: int) -> pq.FileMetaData:
         pinned = self._shards[shard]
         start = max(group.offset + group.size for group in pinned.record.row_groups)
         tail = self._range(pinned, start, pinned.record.size - start)
@@ -215,10 +229,6 @@ class ShardReader:
         except (pa.ArrowException, OSError) as error:
             raise DatasetError(f"{pinned.where}: its footer is damaged: {error}") from error
         _check_footer(pinned, footer)
-        with self._lock:
-            self._footers[shard] = footer
-            if len(self._footers) > _FOOTERS:
-                self._footers.popitem(last=False)
         return footer
 
     def _bytes(self, block: Block) -> bytes:
