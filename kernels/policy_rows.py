@@ -1,9 +1,9 @@
 """The terms of a policy loss over ragged supports, with their gradients, in one pass.
 
-As single operations a loss walks over the entries some forty times, which takes as long as the
-sparse head that made them. Here one program does a row: it decides whether the row is usable, sums
-its terms, and writes the derivative of their sum by every log-probability, so that the backward is
-one multiplication. Nothing waits for the device.
+As single operations icepop with exact centering walks over the entries 35 times forward, with 268
+bytes of traffic for each of them. Here one program does a row: it decides whether the row is
+usable, sums its terms, and writes the derivative of their sum by every log-probability, so that the
+backward is one multiplication. Nothing waits for the device.
 
 The formulas are those of `rollout.losses`, `rollout.centering` and `rollout.sampler_kl`, in plain
 torch, which are the reference: this is their value and gradient in float32. Impossible values are
