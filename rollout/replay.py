@@ -54,7 +54,7 @@ class ReplaySummary:
     losses: tuple[float, ...]
     """Of the steps of this run."""
     seconds: float
-    """Of the steps of this run."""
+    """Of the steps of this run alone: no reading, no checkpoints, no evaluation."""
     tokens: int
     """Scored tokens of the steps of this run."""
 
@@ -126,18 +126,19 @@ class Trainer:
 
     def run(self) -> ReplaySummary:
         """Train; a run that is done already does nothing."""
-        config, losses, tokens, start = self.config, [], 0, time.monotonic()
+        config, losses, tokens, seconds = self.config, [], 0, 0.0
         if config.evaluation is not None and config.evaluation.before and self.step == 0:
             self._evaluate(self.save())
         for batches in self._steps():
+            start = time.monotonic()
             values = self._train(batches)
+            seconds += time.monotonic() - start
             losses.append(values["loss"])
             tokens += int(values["tokens"])
             self._log.write(self.step, values)
             every = config.output.checkpoint_steps
             if every is not None and self.step % every == 0:
                 self._checkpoint()
-        seconds = time.monotonic() - start
         if self._saved is None or losses:
             self._checkpoint()
         assert self._saved is not None

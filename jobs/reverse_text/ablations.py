@@ -16,6 +16,7 @@ Settings:
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 import sys
 from collections.abc import Iterator
@@ -166,6 +167,7 @@ def main(model: Path, output: Path, settings: tuple[str, ...], seeds: int, match
                         generate=arm.generate,
                         replay=arm.replay,
                     )
+                    shutil.rmtree(plan.output, ignore_errors=True)  # of a run that was cut short
                     first, last = run_rounds(plan, engine)
                     line = {
                         "setting": setting,
