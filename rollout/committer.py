@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from rollout.schema.records import CommitRecord
 from rollout.storage_errors import may_pass
 
 _log = logging.getLogger(__name__)
+_LAST_RETRY_SECONDS = 1.0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,7 +68,8 @@ class Committer:
         *,
         pending: PendingParts | None = None,
         on_done: Callable[[str], None] = lambda unit: None,
-        retry_seconds: float,
+        retry_seconds: float = 15.0,
+        last_seconds: float = 300.0,
     ) -> None:
         """Start the threads.
 
@@ -77,12 +80,14 @@ class Committer:
             pending: where to keep what the output does not take; unset, that stops the job.
             on_done: called with each unit given to `finish`, once its parts are committed.
             retry_seconds: between looks at an output that was out.
+            last_seconds: how long `wait` waits for it.
         """
         self._writer = writer
         self._prompts_path = prompts_path
         self._pending_parts = pending
         self._on_done = on_done
         self._retry_seconds = retry_seconds
+        self._last_seconds = last_seconds
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="rollout-commit")
         self._lock = threading.Condition()
         self._waiting: dict[str, deque[_Part]] = {}
@@ -246,11 +251,16 @@ class Committer:
         return saved
 
     def _upload_kept(self) -> None:
-        """Upload what is kept once the output is back; the last try is when the job waits."""
+        """Upload what is kept once the output is back; given up some time after the job's end."""
         assert self._pending_parts is not None
-        last = False
-        while not last:
-            last = self._giving_up.wait(self._retry_seconds)
+        deadline: float | None = None
+        while deadline is None or time.monotonic() < deadline:
+            if self._giving_up.wait(self._retry_seconds):
+                # the job waits for nothing else any more
+                deadline = deadline or time.monotonic() + self._last_seconds
+                time.sleep(min(_LAST_RETRY_SECONDS, self._last_seconds / 4))
+            if self._writer.storage.gave_up:
+                deadline = 0.0
             try:
                 for part in self._pending_parts.parts():
                     with self._lock:
@@ -276,7 +286,6 @@ class Committer:
                     self._outage = None
                     self._uploader = None
                     return
-                last = False
 
     def _checked(self, part: _Part) -> tuple[list[RolloutRow], list[Rejection]]:
         good, rejected = [], list(part.rejected)

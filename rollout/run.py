@@ -83,6 +83,7 @@ class Run:
             pending=pending,
             on_done=self._claims.release,
             retry_seconds=min(_RETRY_SECONDS, config.output.retry_seconds),
+            last_seconds=config.output.retry_seconds,
         )
         self._units = UnitBuffers(
             self._committer.commit, config.output, done=self._committer.finish

@@ -333,6 +333,11 @@ class Storage:
         """End every call that is waiting to try again, and try no call twice from now on."""
         self._given_up.set()
 
+    @property
+    def gave_up(self) -> bool:
+        """Whether `give_up` was called."""
+        return self._given_up.is_set()
+
     def remove_stale_scratch(self) -> None:
         """Remove what killed writers left in the scratch folder of a local storage."""
         if self.local_root is not None:
