@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from rollout.chat import Messages, for_template
 from rollout.config import PromptsConfig
 from rollout.errors import InputError
 from rollout.model_files import ModelFiles, has_tokenizer, vocab_size
@@ -113,8 +114,13 @@ class Renderer:
             raise ValueError(f"model {self._name} has no tokenizer, expected prompt_token_ids")
         if prompt.messages is not None:
             arguments = {"add_generation_prompt": True} | prompt.chat_template_kwargs
-            encoded = self._tokenizer.apply_chat_template(
-                prompt.messages, tokenize=True, return_dict=True, **arguments
+            tokenizer = self._tokenizer
+
+            def text_of(messages: Messages) -> str:
+                return str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
+
+            encoded = tokenizer.apply_chat_template(
+                for_template(prompt.messages, text_of), tokenize=True, return_dict=True, **arguments
             )
             return list(encoded["input_ids"])
         text = prompt.prompt or ""
