@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from rollout.config import Float, Int, Section, Text
 
 if TYPE_CHECKING:
     from rollout.loss_types import LossConfig
+
+
+def _off(value: Any) -> Any:
+    return "off" if value is False else value  # what YAML makes of an unquoted off
 
 
 class StartConfig(Section):
@@ -71,7 +75,7 @@ class LossSection(Section):
     """reinforce: weight 1, or min(ratio, ratio_cap)."""
     ratio_cap: Float = 1e4
     """Cap on the ratio of ipo and of truncated reinforce."""
-    centering: Literal["off", "exact", "tail", "sampled"] = "off"
+    centering: Annotated[Literal["off", "exact", "tail", "sampled"], BeforeValidator(_off)] = "off"
     """Score centering: over an exact support, head + modelled tail, or K draws."""
     tail_floor: Float = 1e-6
     """Smallest tail mass of either side."""

@@ -68,8 +68,10 @@ CODES = {
     "OutputError": 4,
     "EngineError": 5,
     "IncompleteError": 6,
-    "TrainingError": 8,
     "DatasetError": 7,
+    "TrainingError": 8,
+    "StoppedError": 9,
+    "TooManyFailedError": 10,
 }
 
 

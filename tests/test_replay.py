@@ -386,6 +386,8 @@ def test_the_loss_section_is_the_losss_own_settings() -> None:
     del own["check_values"]
     section = {name: field.default for name, field in LossSection.model_fields.items()}
     assert section.keys() == own.keys()
+    # what YAML makes of `centering: off`
+    assert LossSection.model_validate({"loss": "ipo", "centering": False}).centering == "off"
     assert {k: v for k, v in section.items() if k != "loss"} == {
         k: v for k, v in own.items() if k != "loss"
     }

@@ -136,8 +136,11 @@ def read_lines(path: Path) -> list[dict[str, object]]:
     default=("single", "rounds", "stale", "untruncated"),
 )
 @click.option("--seeds", type=click.IntRange(min=1), default=3)
+@click.option("--first-seed", type=click.IntRange(min=0), default=0)
 @click.option("--match", default="", help="Only arms whose name holds this.")
-def main(model: Path, output: Path, settings: tuple[str, ...], seeds: int, match: str) -> None:
+def main(
+    model: Path, output: Path, settings: tuple[str, ...], seeds: int, first_seed: int, match: str
+) -> None:
     """Run every arm with every seed; those that are done already are skipped."""
     set_environment()
     from rollout.engine_start import KeptEngine
@@ -147,7 +150,7 @@ def main(model: Path, output: Path, settings: tuple[str, ...], seeds: int, match
     engine = KeptEngine(0)
     try:
         # seed by seed, so that a run cut short still compares the arms
-        for seed in range(seeds):
+        for seed in range(first_seed, first_seed + seeds):
             for setting in settings:
                 for number, arm in enumerate(arms_of(setting)):
                     done = {
