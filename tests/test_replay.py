@@ -6,7 +6,7 @@ import io
 import json
 import sys
 import types
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,10 @@ from rollout.config import ModelConfig
 from rollout.dataset import DatasetWriter
 from rollout.errors import ConfigError, DatasetError, InputError, RolloutError, TrainingError
 from rollout.jobfile import check_section
-from rollout.loss_types import LossConfig
 from rollout.model_files import resolve_model
 from rollout.replay import ReplaySummary, Trainer, replay
 from rollout.replay_checkpoint import newest_checkpoint
-from rollout.replay_config import LossSection, ReplayConfig
-from rollout.replay_model import check_head
+from rollout.replay_config import ReplayConfig
 from rollout.rows import RolloutRow
 from rollout.storage import Storage
 
@@ -354,19 +352,6 @@ def test_rollouts_of_other_weights_are_taken_where_asked_for(
     assert summary.losses == train(config_of(recorded, tmp_path / "same")).losses
 
 
-def test_a_head_that_does_more_than_a_product_is_found_by_its_values(tmp_path: Path) -> None:
-    make_model(tmp_path)
-    model = Qwen3ForCausalLM.from_pretrained(tmp_path)
-    check_head(model, "plain")
-    stock = model.lm_head.forward
-    model.lm_head.forward = lambda hidden: 30.0 * torch.tanh(stock(hidden) / 30.0)
-    with pytest.raises(InputError, match="the head does more than one product"):
-        check_head(model, "capped")
-    model.lm_head.forward = lambda hidden: stock(hidden) * torch.nan
-    with pytest.raises(InputError, match="or weights are not finite"):
-        check_head(model, "nan")
-
-
 def test_a_gradient_that_is_not_finite_ends_the_run(recorded: Recorded, tmp_path: Path) -> None:
     rows = _changed(recorded, advantage=3e38)
     data = write_dataset(tmp_path / "data", recorded.model, rows)
@@ -379,18 +364,6 @@ def test_other_settings_do_not_go_on(recorded: Recorded, tmp_path: Path) -> None
     train(config_of(recorded, tmp_path))
     with pytest.raises(ConfigError, match=r"was trained with optimizer .*output\.path another"):
         train(config_of(recorded, tmp_path, epochs=2, optimizer={"learning_rate": 0.02}))
-
-
-def test_the_loss_section_is_the_losss_own_settings() -> None:
-    own = {field.name: field.default for field in fields(LossConfig)}
-    del own["check_values"]
-    section = {name: field.default for name, field in LossSection.model_fields.items()}
-    assert section.keys() == own.keys()
-    # what YAML makes of `centering: off`
-    assert LossSection.model_validate({"loss": "ipo", "centering": False}).centering == "off"
-    assert {k: v for k, v in section.items() if k != "loss"} == {
-        k: v for k, v in own.items() if k != "loss"
-    }
 
 
 def test_the_command_trains_and_names_what_is_wrong(recorded: Recorded, tmp_path: Path) -> None:
