@@ -12,7 +12,6 @@ import logging
 import os
 import tempfile
 import threading
-import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -28,13 +27,13 @@ from rollout.local_files import (
     link_bytes,
     link_file,
     missing_folders,
-    remove_empty,
     remove_stale,
     replace_bytes,
 )
 from rollout.redact import public_url
 from rollout.schema.layout import SCRATCH_FOLDER
-from rollout.storage_errors import explain, is_storage_error, may_pass, says_exists
+from rollout.storage_errors import explain, is_storage_error, repeat, says_exists
+from rollout.storage_probe import prove_writable
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -304,25 +303,11 @@ class Storage:
         Raises:
             OutputError: the first step that fails, and why.
         """
-        quick = Storage(self._full_url, self._options, 0.0)
-        made = missing_folders(self.local_root)
-        name = f"_probe-{uuid.uuid4().hex}"
-        first, second = uuid.uuid4().bytes, uuid.uuid4().bytes
-        try:
-            if not quick.create_exclusive(name, first):
-                raise OutputError(f"output {self.url}: a new file is said to exist")
-            if quick.read_bytes(name) != first:
-                raise OutputError(f"output {self.url}: a file reads back with other bytes")
-            if quick.create_exclusive(name, second) or quick.read_bytes(name) != first:
-                raise OutputError(
-                    f"output {self.url}: creating a file that exists overwrites it: "
-                    "use a storage with conditional writes"
-                )
-            quick.delete(name)
-        except (FileNotFoundError, DatasetError) as error:
-            raise OutputError(f"output {self.url}: can't read what was written: {error}") from error
-        finally:
-            remove_empty(made)
+        prove_writable(
+            self.url,
+            Storage(self._full_url, self._options, 0.0),
+            made=missing_folders(self.local_root),
+        )
         if not self.exclusive and not self._in_memory():
             _log.warning(
                 "output %s: its storage can't promise exclusive writes, use one process only",
@@ -400,19 +385,8 @@ class Storage:
                 # picks up credentials that were renewed meanwhile
                 self._connect(fresh=True)
 
-        retrying = tenacity.Retrying(
-            stop=tenacity.stop_any(
-                tenacity.stop_after_delay(self._retry_seconds),
-                tenacity.stop_when_event_set(self._given_up),
-            ),
-            sleep=tenacity.sleep_using_event(self._given_up),
-            wait=tenacity.wait_random_exponential(multiplier=0.5, max=15),
-            retry=tenacity.retry_if_exception(may_pass),
-            before_sleep=before_sleep,
-            reraise=True,
-        )
         try:
-            return retrying(function)
+            return repeat(function, self._retry_seconds, self._given_up, before_sleep)
         except FileNotFoundError as error:
             if error_class is DatasetError:
                 raise

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Final
+import threading
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import tenacity
 
 from rollout.redact import redact
+
+_Result = TypeVar("_Result")
 
 # asking again does not help with these
 _FINAL_ERRORS: Final = (
@@ -35,6 +41,33 @@ def may_pass(error: BaseException) -> bool:
     if _EXPIRED.search(_code(error)):
         return True
     return is_storage_error(error) and not isinstance(error, _FINAL_ERRORS)
+
+
+def repeat(
+    function: Callable[[], _Result],
+    seconds: float,
+    given_up: threading.Event,
+    before_sleep: Callable[[tenacity.RetryCallState], None],
+) -> _Result:
+    """Call a function again, at growing intervals, while that may help.
+
+    Args:
+        function: what to call.
+        seconds: after which its error is raised.
+        given_up: raises its error at once, also while waiting.
+        before_sleep: called before each wait.
+    """
+    retrying = tenacity.Retrying(
+        stop=tenacity.stop_any(
+            tenacity.stop_after_delay(seconds), tenacity.stop_when_event_set(given_up)
+        ),
+        sleep=tenacity.sleep_using_event(given_up),
+        wait=tenacity.wait_random_exponential(multiplier=0.5, max=15),
+        retry=tenacity.retry_if_exception(may_pass),
+        before_sleep=before_sleep,
+        reraise=True,
+    )
+    return retrying(function)
 
 
 def explain(error: BaseException | None, options: dict[str, Any]) -> str:

@@ -14,7 +14,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -158,7 +157,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
-    killed, shares = 0, []
+    killed = 0
+    shares: list[float] = []
     while killed < arguments.kills:
         folder = arguments.folder / f"{len(shares)}"
         folder.mkdir(parents=True)
@@ -170,4 +170,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -58,11 +58,16 @@ def rendered(folder: Path, template: str, rows: list[dict[str, Any]]) -> list[st
 
 
 def call_row(content: str, arguments: str) -> dict[str, Any]:
-    message = {
+    message: dict[str, Any] = {
         "role": "assistant",
         "tool_calls": [{"function": {"name": "f", "arguments": ARGUMENTS[arguments]}}],
     }
-    message |= {"null": {"content": None}, "empty": {"content": ""}, "absent": {}}[content]
+    contents: dict[str, dict[str, Any]] = {
+        "null": {"content": None},
+        "empty": {"content": ""},
+        "absent": {},
+    }
+    message |= contents[content]
     return {"id": f"{content} {arguments}", "messages": [{"role": "user", "content": "q"}, message]}
 
 

@@ -25,6 +25,7 @@ from rollout.errors import InputError, OutputError
 from rollout.pipeline import generate
 from rollout.prompts import check_prompts_file
 from rollout.resolve import resolve_job
+from rollout.shard import write_shard
 from rollout.storage import Storage
 from rollout.storage_errors import explain
 from rollout.summary import Summary
@@ -247,7 +248,7 @@ def test_what_is_kept_is_bounded(
 def test_a_full_disk_loses_nothing(
     engine: type[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stock, writes = rollout.dataset.write_shard, itertools.count(1)
+    stock, writes = write_shard, itertools.count(1)
 
     def full(*args: Any, **kwargs: Any) -> Any:
         if 2 <= next(writes) <= 4:

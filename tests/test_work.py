@@ -80,6 +80,7 @@ def described(items: list[WorkItem]) -> list[str]:
         elif isinstance(item, SetAside):
             words[item.unit].append("!")
         else:
+            assert isinstance(item, Missing)
             indices = "".join(map(str, item.sample_indices))
             words[item.unit].append(f"{item.prompt.prompt}[{indices}]")
     assert words == {}
