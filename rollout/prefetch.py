@@ -18,7 +18,7 @@ from rollout.epoch_plan import Block
 
 _log = logging.getLogger(__name__)
 
-_AHEAD_PER_THREAD: Final = 4
+_AHEAD_PER_THREAD: Final = 2
 
 
 class BlockCache:

@@ -19,7 +19,6 @@ from rollout.losses import LossConfig, compute_loss
 from rollout.recycled import RecycledArrays
 from rollout.rows import RolloutRow
 from rollout.schema.entries import pack_entries, unpack_entries
-from rollout.sequence_shard import sequence_shard
 
 VOCAB = 12
 # prompt lengths 1, 7, 3 and completions of 1, 2 and 5 tokens; ids odd and even
@@ -96,28 +95,6 @@ def test_u22_padded_loss_is_the_hand_value(side: Any) -> None:
     assert float(u22_loss(batch, wild, padded.hidden_index)) == pytest.approx(
         sum(HAND) / 8, abs=1e-6
     )
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_u22_split_over_sequence_parallel_ranks(size: int) -> None:
-    batch = u22_batch()
-    shards = [sequence_shard(batch, rank, size, pad_token_id=11) for rank in range(size)]
-    # 19 tokens: the second rank's stretch of two begins inside the second rollout
-    assert {shard.num_tokens for shard in shards} == {-(-19 // size)}
-    joined = torch.cat([shard.input_ids for shard in shards])
-    assert torch.equal(joined[:19], batch.input_ids)
-    assert joined[19:].tolist() == [11] * (joined.shape[0] - 19)
-    assert sum(shard.num_scored for shard in shards) == 8
-    parts = [u22_loss(shard, shard.position_ids, shard.hidden_index) for shard in shards]
-    assert float(sum(parts)) == pytest.approx(sum(HAND) / 8, abs=1e-6)
-    if size == 2:
-        # the states at 0, 8, 9 | 13 .. 17 are on one rank or the other, with their own supports
-        assert [shard.num_scored for shard in shards] == [3, 5]
-        moved = [
-            u22_loss(shard, shard.position_ids, (shard.hidden_index + 1).clamp(max=9))
-            for shard in shards
-        ]
-        assert abs(float(sum(moved)) - sum(HAND) / 8) > 1e-3
 
 
 @pytest.mark.parametrize("layout", ["packed", "left", "right"])

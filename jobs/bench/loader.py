@@ -1,0 +1,333 @@
+"""How fast the loader reads, against pyarrow, mosaicml-streaming and HF datasets.
+
+    python jobs/bench/loader.py speed --peer-python /path/to/venv/bin/python
+    python jobs/bench/loader.py speed --s3
+    python jobs/bench/loader.py first-batch --shards 1000
+    python jobs/bench/loader.py wide
+
+`speed` writes kept supports as a model with a bf16 head makes them, and reads them in a process of
+its own for each arm, pinned to one core. Printed: support entries and tokens for each second of
+processor time (other work on the machine counts against wall time only), and the peak of resident
+memory above the process's start. The loader's numbers include packing into the trainer's tensors;
+the peers' are for handing out numpy rows of the same columns, and pyarrow's for the decoded table.
+mosaicml-streaming and datasets are no dependencies of this project: install them elsewhere.
+
+`wide` reads a dataset of more than 2^31 entries: one shard, linked under many names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+import numpy as np
+
+TESTS = Path(__file__).resolve().parents[2] / "tests"
+VOCAB = 151_936
+COLUMNS = (
+    "prompt_token_ids", "token_ids", "sampled_logprobs", "support_offsets", "support_entries",
+)  # fmt: skip
+Counts = Iterator[tuple[int, int]]
+"""Support entries and tokens of each piece that was read."""
+
+
+def read_pyarrow(source: str, options: dict[str, Any]) -> Counts:
+    """Decode the loader's columns of every row group, page checksums on."""
+    import fsspec
+    import pyarrow.parquet as pq
+
+    from rollout.shard_reader import BASE_COLUMNS, OPTIONAL_COLUMNS
+
+    fs, root = fsspec.core.url_to_fs(source, **options)
+    for name in sorted(fs.ls(f"{root}/data", detail=False)):
+        file = name if not options else fs.open(name, cache_type="none")
+        shard = pq.ParquetFile(file, page_checksum_verification=True, pre_buffer=True)
+        for index in range(shard.num_row_groups):
+            table = shard.read_row_group(
+                index, columns=[*BASE_COLUMNS, *OPTIONAL_COLUMNS], use_threads=False
+            )
+            yield (
+                sum(len(c.values) for c in table["support_entries"].chunks),
+                sum(len(c.values) for c in table["token_ids"].chunks),
+            )
+
+
+def read_loader(
+    source: str, options: dict[str, Any], verify: Literal["digests", "pages"], epochs: int
+) -> Counts:
+    """Iterate packed batches; the last epoch counts."""
+    from rollout.loader import RolloutLoader
+
+    loader = RolloutLoader(
+        source, vocab_size=VOCAB, groups_per_step=8, token_budget=16_384, decode_threads=1,
+        storage_options=options, verify=verify,
+    )  # fmt: skip
+    for _ in range(epochs - 1):
+        for _batch in loader:
+            pass
+    yield 0, 0
+    for batch in loader:
+        yield batch.support_ids.shape[0], batch.num_scored
+
+
+def read_mosaic(source: str, options: dict[str, Any], cached: bool) -> Counts:
+    """Iterate rows of an MDS copy: streamed from its remote, or all of it local and unpacked."""
+    from streaming import StreamingDataset
+
+    with tempfile.TemporaryDirectory() as folder:
+        where = {"local": source} if cached else {"local": folder, "remote": source}
+        for row in StreamingDataset(**where, shuffle=False, batch_size=1):
+            yield row["support_entries"].size, row["token_ids"].size
+
+
+def read_datasets(source: str, options: dict[str, Any]) -> Counts:
+    """Iterate rows of the same Parquet files as numpy arrays."""
+    import datasets
+
+    rows = datasets.load_dataset(
+        "parquet", data_files=f"{source}/data/*.parquet", split="train", streaming=True,
+        storage_options=options or None, columns=list(COLUMNS),
+    )  # fmt: skip
+    for row in rows.with_format("numpy"):
+        yield row["support_entries"].size, row["token_ids"].size
+
+
+ARMS: dict[str, Callable[[str, dict[str, Any]], Counts]] = {
+    "pyarrow": read_pyarrow,
+    "loader, later epochs": lambda s, o: read_loader(s, o, "digests", 2),
+    "loader, page checksums": lambda s, o: read_loader(s, o, "pages", 1),
+    "loader, first epoch with digests": lambda s, o: read_loader(s, o, "digests", 1),
+    "mosaicml-streaming, streamed zstd": lambda s, o: read_mosaic(f"{s}-mds-zstd", o, False),
+    "mosaicml-streaming, unpacked local": lambda s, o: read_mosaic(f"{s}-mds", o, True),
+    "HF datasets, streaming": read_datasets,
+}
+
+
+def peak_mib() -> float:
+    """Return the highest resident memory of this process, in MiB."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
+def write_dataset(path: str, rollouts: int, shards: int) -> None:
+    """Write realistic kept supports in so many shards."""
+    sys.path.insert(0, str(TESTS))
+    from synthetic import make_record, plan, realistic_rows
+
+    from rollout.dataset import DatasetWriter
+    from rollout.storage import Storage
+
+    rows = realistic_rows(rollouts)
+    for index, row in enumerate(rows):
+        row.reward = float(index % 3)
+    writer = DatasetWriter.open(Storage.open(path), make_record())
+    writer.append_plan(plan("u000000", *dict.fromkeys(row.prompt_key for row in rows)))
+    for part in range(shards):
+        writer.commit_part(
+            "u000000", rows[part * rollouts // shards : (part + 1) * rollouts // shards]
+        )
+
+
+def write_mds(path: str) -> None:
+    """Copy a dataset's columns into MDS, with and without compression."""
+    import pyarrow.parquet as pq
+    from streaming import MDSWriter
+
+    kinds = {"prompt_token_ids": "int32", "token_ids": "int32", "sampled_logprobs": "float32",
+             "support_offsets": "int64", "support_entries": "uint64"}  # fmt: skip
+    columns = {name: f"ndarray:{kind}" for name, kind in kinds.items()}
+    for suffix, compression in (("-mds", None), ("-mds-zstd", "zstd:1")):
+        with MDSWriter(out=path + suffix, columns=columns, compression=compression) as writer:
+            for file in sorted(Path(path, "data").iterdir()):
+                for row in pq.read_table(file, columns=list(COLUMNS)).to_pylist():
+                    writer.write({k: np.array(row[k], kinds[k]) for k in COLUMNS})
+
+
+@click.group()
+def main() -> None:
+    """Benchmarks of the loader."""
+
+
+@main.command(hidden=True)
+@click.argument("name")
+@click.argument("source")
+@click.argument("options")
+def arm(name: str, source: str, options: str) -> None:
+    """Run one arm and print its numbers as JSON."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    pieces = ARMS[name](source, json.loads(options))
+    entries, tokens = next(pieces)
+    before, cpu, wall = peak_mib(), time.process_time(), time.perf_counter()
+    if entries:
+        # imports and the first piece are not timed
+        entries = tokens = 0
+    for piece in pieces:
+        entries, tokens = entries + piece[0], tokens + piece[1]
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    print(json.dumps({"entries": entries, "tokens": tokens, "cpu": cpu, "wall": wall,
+                      "mib": peak_mib() - before}))  # fmt: skip
+
+
+@main.command(hidden=True)
+@click.argument("path")
+def mds(path: str) -> None:
+    """Write the MDS copies."""
+    write_mds(path)
+
+
+@main.command()
+@click.option("--rollouts", default=192, show_default=True)
+@click.option("--repeats", default=3, show_default=True)
+@click.option("--peer-python", default=None, help="Interpreter with mosaicml-streaming, datasets.")
+@click.option("--s3", is_flag=True, help="Read through an S3 server on loopback.")
+def speed(rollouts: int, repeats: int, peer_python: str | None, s3: bool) -> None:
+    """Compare the arms; best of the repeats."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/run"
+        write_dataset(path, rollouts, 3)
+        if peer_python:
+            subprocess.run([peer_python, __file__, "mds", path], check=True)
+        if not s3:
+            _compare(path, {}, repeats, peer_python)
+            return
+        sys.path.insert(0, str(TESTS))
+        import fsspec
+        from s3_server import s3_server
+
+        with s3_server("bench") as endpoint:
+            options = {"key": "k", "secret": "s", "client_kwargs": {"endpoint_url": endpoint}}
+            os.environ |= {
+                "AWS_ACCESS_KEY_ID": "k",
+                "AWS_SECRET_ACCESS_KEY": "s",
+                "AWS_DEFAULT_REGION": "us-east-1",
+                "S3_ENDPOINT_URL": endpoint,
+            }
+            fs = fsspec.filesystem("s3", **options)
+            for found in Path(folder).iterdir():
+                fs.put(f"{found}/", f"bench/{found.name}/", recursive=True)
+            _compare("s3://bench/run", options, repeats, peer_python)
+
+
+def _compare(source: str, options: dict[str, Any], repeats: int, peer_python: str | None) -> None:
+    base = 0.0
+    for name in ARMS:
+        peer = name.startswith(("mosaic", "HF"))
+        if (peer and not peer_python) or (options and "local" in name):
+            continue
+        python = peer_python if peer and peer_python else sys.executable
+        command = [python, __file__, "arm", name, source, json.dumps(options)]
+        results = []
+        for _ in range(repeats):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                print(f"{name:<36} failed: {done.stderr.strip().splitlines()[-1]}", flush=True)
+                break
+            results.append(json.loads(done.stdout.splitlines()[-1]))
+        if not results:
+            continue
+        best = min(results, key=lambda result: result["cpu"] / result["entries"])
+        rate = best["entries"] / best["cpu"]
+        base = base or rate
+        print(
+            f"{name:<36} {rate / 1e6:7.1f} M entries/s {best['tokens'] / best['cpu'] / 1e3:8.0f} k "
+            f"tokens/s of a core  {rate / base:5.2f} of pyarrow  wall {best['wall']:6.2f} s  "
+            f"peak +{best['mib']:.0f} MiB",
+            flush=True,
+        )
+
+
+@main.command("first-batch")
+@click.option("--shards", default=1000, show_default=True)
+def first_batch(shards: int) -> None:
+    """Time from the constructor to the first batch."""
+    from rollout.loader import RolloutLoader
+
+    with tempfile.TemporaryDirectory() as folder:
+        _many_shards(folder, shards, tokens=128)
+        for _ in range(3):
+            start = time.perf_counter()
+            loader = RolloutLoader(folder, vocab_size=VOCAB, groups_per_step=8, token_budget=16_384)
+            made = time.perf_counter()
+            batches = iter(loader)
+            batch = next(batches)
+            end = time.perf_counter()
+            print(
+                f"{shards} shards, {loader.num_groups} groups: {end - start:.3f} s, "
+                f"{made - start:.3f} of it in the constructor; {batch.num_scored} tokens"
+            )
+
+
+@main.command()
+@click.option("--shards", default=130, show_default=True)
+@click.option("--prefetch-mib", default=512, show_default=True)
+def wide(shards: int, prefetch_mib: int) -> None:
+    """Read more than 2^31 entries, and print the peak of resident memory."""
+    from rollout.loader import RolloutLoader
+
+    with tempfile.TemporaryDirectory() as folder:
+        # in a process of its own, whose memory does not count here
+        subprocess.run([sys.executable, __file__, "links", folder, str(shards)], check=True)
+        loader = RolloutLoader(
+            folder, vocab_size=VOCAB, groups_per_step=8, token_budget=16_384,
+            prefetch_bytes=prefetch_mib * 2**20,
+        )  # fmt: skip
+        start, entries = time.perf_counter(), 0
+        for batch in loader:
+            entries += batch.support_ids.shape[0]
+        print(f"{entries} entries ({entries / 2**31:.3f} of 2^31) in "
+              f"{time.perf_counter() - start:.0f} s, peak {peak_mib():.0f} MiB")  # fmt: skip
+        assert entries > 2**31
+
+
+@main.command(hidden=True)
+@click.argument("folder")
+@click.argument("shards", type=int)
+def links(folder: str, shards: int) -> None:
+    """Write the dataset of `wide`."""
+    _many_shards(folder, shards, tokens=2048, width=512, samples=16)
+
+
+def _many_shards(
+    folder: str, shards: int, *, tokens: int, width: int = 8, samples: int = 8
+) -> None:
+    """Write one part with a group, and commit links to its file under other names."""
+    sys.path.insert(0, str(TESTS))
+    import dataclasses
+
+    from synthetic import make_record, make_row, plan
+
+    from rollout.dataset import DatasetWriter, read_dataset
+    from rollout.schema import layout
+    from rollout.storage import Storage
+
+    storage = Storage.open(folder)
+    writer = DatasetWriter.open(storage, make_record())
+    writer.append_plan(plan("u000000", "p"))
+    row = make_row("p", lengths=[width] * tokens)
+    writer.commit_part(
+        "u000000",
+        [dataclasses.replace(row, sample_index=i, rollout_id=f"p.{i}", reward=float(i))
+         for i in range(samples)],
+    )  # fmt: skip
+    (record,) = read_dataset(storage).shards
+    for part in range(1, shards):
+        name = layout.data_name("u000000", part, record.attempt)
+        os.link(Path(folder, str(record.file)), Path(folder, name))
+        other = dataclasses.replace(
+            record, part=part, file=name,
+            keys=tuple((f"p{part}", index) for _, index in record.keys),
+            groups=tuple(dataclasses.replace(g, group_id=f"g{part}") for g in record.groups),
+        )  # fmt: skip
+        storage.create_exclusive(layout.commit_name("u000000", part), other.to_json())
+
+
+if __name__ == "__main__":
+    main()
