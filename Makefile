@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install quickstart test lint lock clean
+.PHONY: install quickstart test test-browser lint lock clean
 
 install: $(STAMP)
 
@@ -29,6 +29,11 @@ lint: install
 
 test: lint
 	$(BIN)/pytest
+
+# the page of `rollout report` in a real browser; apt-get, where there is none yet
+test-browser: install
+	command -v chromium || (apt-get update -qq && apt-get install -y -qq chromium)
+	$(BIN)/pytest -m browser
 
 # renews requirements/lock.txt to the newest versions that pyproject.toml and the two files beside it allow
 lock:

@@ -192,7 +192,7 @@ def _spreads(report: InspectReport) -> list[str]:
                 f"; tail mass {item.tail_mean:.2g} on average, {item.tail_maximum:.2g} at most, "
                 f"{item.tail_above_1_percent:.1%} above .01"
             )
-        lines.append(_line(f"support {item.kind}", text))
+        lines += _wrapped(f"support {item.kind}", text)
     if report.rewards is not None:
         text = f"{report.groups_even:,} of {_count(report.groups_with_rewards, 'group')} all equal"
         if report.rollouts_without_reward:
