@@ -5,7 +5,7 @@ from __future__ import annotations
 from rollout.config import JobConfig, OutputConfig
 from rollout.dataset import DatasetWriter, dataset_exists
 from rollout.engine_start import KeptEngine, LazyEngine
-from rollout.errors import StoppedError
+from rollout.errors import RolloutError, StoppedError
 from rollout.lease import Leases
 from rollout.pending import PendingParts
 from rollout.progress import Progress
@@ -99,13 +99,15 @@ def _run(
             run.work()
         finally:
             run.finish()
-    except StoppedError:
-        assert signals.signal is not None
+    except RolloutError as error:
+        if signals.signal is None:
+            raise
         committed = run.summary().rollouts_committed
+        also = "" if isinstance(error, StoppedError) else f"; {error}"
         raise StoppedError(
             f"stopped by {signals.signal.name}: {committed} rollouts were committed; the same "
-            "command goes on from here"
-        ) from None
+            f"command goes on from here{also}"
+        ) from error
     finally:
         leases.close()
     writer.remove_orphans()

@@ -54,10 +54,7 @@ class StopSignals:
     ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
-        if self.signal is None:
-            return
-        for timer in self._timers[:1]:
-            # the one that ends the process stays: threads may still hang at the interpreter's exit
+        for timer in self._timers:
             timer.cancel()
 
     @property

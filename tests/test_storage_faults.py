@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -21,11 +23,12 @@ from tiny_model import make_tiny_model
 import rollout.dataset
 from rollout.config import JobConfig, PromptsConfig
 from rollout.dataset import read_dataset
-from rollout.errors import InputError, OutputError
+from rollout.errors import InputError, OutputError, StoppedError
 from rollout.pipeline import generate
 from rollout.prompts import check_prompts_file
 from rollout.resolve import resolve_job
 from rollout.shard import write_shard
+from rollout.stop import StopSignals
 from rollout.storage import Storage
 from rollout.storage_errors import explain
 from rollout.summary import Summary
@@ -229,6 +232,37 @@ def test_what_an_outage_left_is_uploaded_by_the_next_run(
     # everything that was finished was kept, and nothing is sampled twice
     assert len(engine.log.read_text().splitlines()) == PROMPTS
     assert not list((tmp_path / "pending").rglob("*.*"))
+
+
+def test_a_signal_in_an_outage_keeps_what_is_finished(
+    proxy: FaultProxy,
+    server: str,
+    engine: type[FakeEngine],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shards = itertools.count(1)
+    out = threading.Event()
+
+    def rule(call: Call) -> tuple[int, str] | None:
+        if is_shard(call) and next(shards) > 2 and not out.is_set():
+            out.set()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return (503, "SlowDown") if out.is_set() and call.method == "PUT" else None
+
+    proxy.rule = rule
+    engine.log = tmp_path / "log"
+    hurried = functools.partial(StopSignals, hurry_seconds=1.0)
+    monkeypatch.setattr("rollout.pipeline.StopSignals", hurried)
+    config = s3_job(tmp_path, proxy, retry_seconds=300.0)
+    start = time.monotonic()
+    with pytest.raises(StoppedError, match=r"finished rollouts are kept in"):
+        run(config)
+    assert time.monotonic() - start < 30
+    proxy.rule = lambda call: None
+    run(config)
+    assert stored(config, server) == PROMPTS
+    assert len(engine.log.read_text().splitlines()) == PROMPTS
 
 
 def test_what_is_kept_is_bounded(
