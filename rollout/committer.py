@@ -259,7 +259,7 @@ class Committer:
                 # the job waits for nothing else any more
                 deadline = deadline or time.monotonic() + self._last_seconds
                 time.sleep(min(_LAST_RETRY_SECONDS, self._last_seconds / 4))
-            if self._writer.storage.gave_up:
+            if self._writer.storage.given_up.is_set():
                 deadline = 0.0
             try:
                 for part in self._pending_parts.parts():

@@ -43,7 +43,7 @@ def generate(
                 storage = _open(config.output)
                 storage.probe()
                 exists = dataset_exists(storage, job.record)
-            signals.on_hurry = storage.give_up
+            signals.on_hurry = storage.given_up.set
             with spool_folder() as folder:
                 engine = LazyEngine(job, folder) if kept is None else kept.lend(job, folder)
                 engine.while_starting = signals.interruptible

@@ -37,7 +37,6 @@ from rollout.storage_probe import prove_writable
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
-
 RETRY_SECONDS: Final = 300.0
 
 # protocols whose create-only put is decided by the server, not by a look before the write
@@ -56,7 +55,8 @@ class Storage:
         self._options = options
         self._retry_seconds = retry_seconds
         self._full_url = url
-        self._given_up = threading.Event()
+        self.given_up = threading.Event()
+        """Once set, no call waits to be tried again."""
         self._connect(fresh=False)
         self.url = public_url(url)
         """Where it is, for messages."""
@@ -314,15 +314,6 @@ class Storage:
                 self.url,
             )
 
-    def give_up(self) -> None:
-        """End every call that is waiting to try again, and try no call twice from now on."""
-        self._given_up.set()
-
-    @property
-    def gave_up(self) -> bool:
-        """Whether `give_up` was called."""
-        return self._given_up.is_set()
-
     def remove_stale_scratch(self) -> None:
         """Remove what killed writers left in the scratch folder of a local storage."""
         if self.local_root is not None:
@@ -386,7 +377,7 @@ class Storage:
                 self._connect(fresh=True)
 
         try:
-            return repeat(function, self._retry_seconds, self._given_up, before_sleep)
+            return repeat(function, self._retry_seconds, self.given_up, before_sleep)
         except FileNotFoundError as error:
             if error_class is DatasetError:
                 raise
