@@ -117,8 +117,8 @@ def peak_mib() -> float:
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
-def write_dataset(path: str, rollouts: int, shards: int) -> None:
-    """Write realistic kept supports in so many shards."""
+def write_dataset(path: str, rollouts: int, shards: int, copies: int) -> None:
+    """Write realistic kept supports in so many shards, and link each under further names."""
     sys.path.insert(0, str(TESTS))
     from synthetic import make_record, plan, realistic_rows
 
@@ -131,9 +131,30 @@ def write_dataset(path: str, rollouts: int, shards: int) -> None:
     writer = DatasetWriter.open(Storage.open(path), make_record())
     writer.append_plan(plan("u000000", *dict.fromkeys(row.prompt_key for row in rows)))
     for part in range(shards):
-        writer.commit_part(
-            "u000000", rows[part * rollouts // shards : (part + 1) * rollouts // shards]
-        )
+        first, last = (n * rollouts // shards for n in (part, part + 1))
+        writer.commit_part("u000000", rows[first:last])
+    for part in range(shards, shards * copies):
+        link_part(path, part % shards, part)
+
+
+def link_part(path: str, source: int, part: int) -> None:
+    """Commit a link to the shard of one part as another part of other prompts."""
+    import dataclasses
+
+    from rollout.commits import read_commit
+    from rollout.schema import layout
+    from rollout.storage import Storage
+
+    storage = Storage.open(path)
+    record = read_commit(storage, layout.commit_name("u000000", source))
+    name = layout.data_name("u000000", part, record.attempt)
+    os.link(Path(path, str(record.file)), Path(path, name))
+    groups = [dataclasses.replace(g, group_id=f"{g.group_id}.{part}") for g in record.groups]
+    keys = [(f"{key}.{part}", index) for key, index in record.keys]
+    linked = dataclasses.replace(
+        record, part=part, file=name, keys=tuple(keys), groups=tuple(groups)
+    )
+    storage.create_exclusive(layout.commit_name("u000000", part), linked.to_json())
 
 
 def write_mds(path: str) -> None:
@@ -185,14 +206,15 @@ def mds(path: str) -> None:
 
 @main.command()
 @click.option("--rollouts", default=192, show_default=True)
+@click.option("--copies", default=4, show_default=True, help="Times that each shard is read.")
 @click.option("--repeats", default=3, show_default=True)
 @click.option("--peer-python", default=None, help="Interpreter with mosaicml-streaming, datasets.")
 @click.option("--s3", is_flag=True, help="Read through an S3 server on loopback.")
-def speed(rollouts: int, repeats: int, peer_python: str | None, s3: bool) -> None:
+def speed(rollouts: int, copies: int, repeats: int, peer_python: str | None, s3: bool) -> None:
     """Compare the arms; best of the repeats."""
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/run"
-        write_dataset(path, rollouts, 3)
+        write_dataset(path, rollouts, 3, copies)
         if peer_python:
             subprocess.run([peer_python, __file__, "mds", path], check=True)
         if not s3:
@@ -304,8 +326,7 @@ def _many_shards(
 
     from synthetic import make_record, make_row, plan
 
-    from rollout.dataset import DatasetWriter, read_dataset
-    from rollout.schema import layout
+    from rollout.dataset import DatasetWriter
     from rollout.storage import Storage
 
     storage = Storage.open(folder)
@@ -317,16 +338,8 @@ def _many_shards(
         [dataclasses.replace(row, sample_index=i, rollout_id=f"p.{i}", reward=float(i))
          for i in range(samples)],
     )  # fmt: skip
-    (record,) = read_dataset(storage).shards
     for part in range(1, shards):
-        name = layout.data_name("u000000", part, record.attempt)
-        os.link(Path(folder, str(record.file)), Path(folder, name))
-        other = dataclasses.replace(
-            record, part=part, file=name,
-            keys=tuple((f"p{part}", index) for _, index in record.keys),
-            groups=tuple(dataclasses.replace(g, group_id=f"g{part}") for g in record.groups),
-        )  # fmt: skip
-        storage.create_exclusive(layout.commit_name("u000000", part), other.to_json())
+        link_part(folder, 0, part)
 
 
 if __name__ == "__main__":
