@@ -109,7 +109,7 @@ def test_wrong_values_are_named(job: Path, override: str, message: str) -> None:
         ("sampling.model=x", "sampling.model: unknown key; did you mean `model`?"),
         ("sampling.draws=1", "sampling.draws: unknown key; did you mean `capture.draws`?"),
         ("path=x", "unknown key; did you mean `model.path` or `prompts.path` or `output.path`?"),
-        ("zzz=x", "zzz: unknown key; known here: capture, engine, failures, model, output, prompts, reward"),
+        ("zzz=x", "zzz: unknown key; known here: capture, engine, failures, model, output"),
     ],
 )
 def test_unknown_and_misplaced_keys_are_named(job: Path, override: str, message: str) -> None:
