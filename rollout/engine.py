@@ -216,6 +216,10 @@ class Engine:
         """Whether a step has anything to do."""
         return bool(self._llm.llm_engine.has_unfinished_requests())
 
+    def wake(self) -> None:
+        """Let a `step` that waits for a process of the engine fail; from any thread."""
+        self._watch.wake()
+
     def close(self) -> None:
         """Shut the engine and its processes down, also a dead one."""
         self._watch.close()

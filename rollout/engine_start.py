@@ -83,6 +83,11 @@ class LazyEngine:
         base = self.spool_folder.removesuffix(f"/engine-{died - 1}")
         self.spool_folder = f"{base}/engine-{died}"
 
+    def wake(self) -> None:
+        """Let a call that waits for the engine fail; from any thread."""
+        if self._engine is not None:
+            self._engine.wake()
+
     def close(self) -> None:
         """Stop the engine if it runs."""
         self._discard()

@@ -34,17 +34,24 @@ class EngineWatch:
         """Stop watching, before the engine is shut down."""
         self._ended.set()
 
+    def wake(self) -> None:
+        """Let whoever waits for the engine stop waiting, with an error."""
+        if hasattr(self._client, "outputs_queue"):
+            self._fail(RuntimeError("the job is leaving"))
+
+    def _fail(self, error: Exception) -> None:
+        self._client.outputs_queue.put_nowait(error)
+        for future in list(getattr(self._client, "utility_results", {}).values()):
+            # answered or cancelled meanwhile
+            with contextlib.suppress(Exception):
+                future.set_exception(error)
+
     def _watch(self) -> None:
         sentinels = [process.sentinel for process in self._processes]
         while not self._ended.is_set():
             if not wait(sentinels, timeout=_SECONDS):
                 continue
             codes = [process.exitcode for process in self._processes]
-            error = RuntimeError(f"an engine process ended with exit codes {codes}")
-            self._client.outputs_queue.put_nowait(error)
-            for future in list(getattr(self._client, "utility_results", {}).values()):
-                # answered or cancelled meanwhile
-                with contextlib.suppress(Exception):
-                    future.set_exception(error)
+            self._fail(RuntimeError(f"an engine process ended with exit codes {codes}"))
             # again and again: a call may have started to wait just after
             self._ended.wait(_SECONDS)

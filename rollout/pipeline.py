@@ -46,6 +46,7 @@ def generate(
             signals.on_hurry = storage.given_up.set
             with spool_folder() as folder:
                 engine = LazyEngine(job, folder) if kept is None else kept.lend(job, folder)
+                signals.on_wake = engine.wake
                 engine.while_starting = signals.interruptible
                 try:
                     if not exists:

@@ -13,6 +13,7 @@ from typing import Final, Self
 
 from rollout.errors import StoppedError
 
+WAKE_SECONDS: Final = 3.0  # then a step that waits for the engine is ended
 HURRY_SECONDS: Final = 12.0  # then the storage is given up, and what is left is kept locally
 LEAVE_SECONDS: Final = 25.0  # then the process ends, whatever hangs
 _SAME_SECONDS: Final = 0.3  # a terminal and a wrapper may both deliver one Ctrl-C
@@ -31,13 +32,15 @@ class StopSignals:
             hurry_seconds: after the signal, when `on_hurry` is called.
             leave_seconds: after the signal, when the process is ended.
         """
-        self._seconds = {"hurry": hurry_seconds, "leave": leave_seconds}
+        self._seconds = {"wake": WAKE_SECONDS, "hurry": hurry_seconds, "leave": leave_seconds}
         self._since = 0.0
         self._previous: dict[signal.Signals, object] = {}
         self._timers: list[threading.Timer] = []
         self._interruptible = 0
         self.signal: signal.Signals | None = None
         """What asked to stop."""
+        self.on_wake: Callable[[], None] = lambda: None
+        """Called from another thread a little after the signal."""
         self.on_hurry: Callable[[], None] = lambda: None
         """Called from another thread when time runs out."""
 
@@ -88,6 +91,7 @@ class StopSignals:
         text = f"{self.signal.name}: committing what is finished, then leaving; again: at once\n"
         os.write(2, text.encode())
         self._timers = [
+            threading.Timer(self._seconds["wake"], lambda: self.on_wake()),
             threading.Timer(self._seconds["hurry"], lambda: self.on_hurry()),
             threading.Timer(self._seconds["leave"], os._exit, (StoppedError.exit_code,)),
         ]

@@ -106,6 +106,9 @@ class FakeEngine:
         for name in internal_ids:
             self._queue.pop(name, None)
 
+    def wake(self) -> None:
+        pass
+
     def close(self) -> None:
         if self._spool is not None:
             self._spool.close()

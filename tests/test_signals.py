@@ -126,6 +126,26 @@ def test_the_spool_of_a_killed_job_is_removed_by_the_next(tmp_path: Path) -> Non
     assert not Path(mine).exists()
 
 
+def test_a_signal_ends_a_wait_for_an_engine_that_answers_nothing(tmp_path: Path) -> None:
+    # the fifth step waits for what never comes, as vLLM's client does, until it is woken
+    stuck = """
+    import threading
+    from rollout.errors import EngineError
+    woken, stock = threading.Event(), engine.step
+    def step(self):
+        if engine.steps < 5:
+            return stock(self)
+        assert woken.wait(60)
+        raise EngineError("vLLM died: planted")
+    engine.step, engine.wake = step, lambda self: woken.set()
+"""
+    with job(tmp_path, stuck) as process:
+        process.terminate()
+        out, _ = process.communicate(timeout=30)
+    assert process.returncode == 9
+    assert "20 rollouts were committed" in out
+
+
 def spools_of(pid: int) -> list[Path]:
     """The spool folders that a process holds."""
     links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]

@@ -22,6 +22,9 @@ def follow_job() -> None:
     job = int(os.environ.get(JOB_PID, os.getpid()))
     if job == os.getpid():
         return
+    # Ctrl-C reaches every process of the terminal; this one ends when the job says so
+    with contextlib.suppress(ValueError):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         descriptor = os.pidfd_open(job)
     except ProcessLookupError:
