@@ -24,12 +24,13 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 README = ROOT / "README.md"
 
 # not run here: CI runs `make test` on a clean clone; the quickstart's parts and the scripts of the
-# figure (three runs of minutes) have tests of their own
+# figure (three runs of minutes) have tests of their own; the ablations take an hour and have none
 ELSEWHERE = (
     "make quickstart",
     "make test",
     "python jobs/quickstart/make_model.py",
     "python jobs/reverse_text/figure.py",
+    "python jobs/reverse_text/ablations.py",
 )
 
 
