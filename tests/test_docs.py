@@ -24,7 +24,7 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 README = ROOT / "README.md"
 
 # not run here: CI runs `make test` on a clean clone; the quickstart's parts and the scripts of the
-# figure (three runs of minutes) have tests of their own; the ablations take an hour and have none
+# figure (three runs of minutes) have tests of their own; the ablations train for long and have none
 ELSEWHERE = (
     "make quickstart",
     "make test",
