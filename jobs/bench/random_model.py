@@ -57,7 +57,7 @@ def resolved_job(
     model: Path,
     folder: Path,
     *,
-    requests: int,
+    lengths: list[int],
     sampling: dict[str, Any],
     capture: dict[str, Any],
     engine: dict[str, Any],
@@ -67,24 +67,27 @@ def resolved_job(
     Args:
         model: from `write_model`.
         folder: for the prompts and the output.
-        requests: prompts, one sample each.
+        lengths: tokens to sample for each prompt, one sample each.
         sampling: the job's `sampling` section.
         capture: the job's `capture` section.
         engine: the job's `engine` section.
     """
     folder.mkdir(parents=True, exist_ok=True)
     prompts = folder / "prompts.jsonl"
-    rows = [{"id": str(i), "prompt_token_ids": prompt_ids(i)} for i in range(requests)]
+    rows = [
+        {"id": str(i), "prompt_token_ids": prompt_ids(i), "sampling": {"max_tokens": length}}
+        for i, length in enumerate(lengths)
+    ]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = check_job(
         {
             "model": {"path": str(model)},
             "prompts": {"path": str(prompts)},
-            "sampling": sampling | {"ignore_eos": True},
+            "sampling": sampling | {"ignore_eos": True, "max_tokens": max(lengths)},
             "capture": capture,
             "output": {
                 "path": str(folder / "data"),
-                "unit_prompts": max(requests // 8, 1),
+                "unit_prompts": max(len(lengths) // 32, 1),
                 "shard_bytes": 64 * 2**20,
                 "commit_threads": 8,
             },
