@@ -205,3 +205,27 @@ def test_model_maker_refuses_a_folder_that_is_not_its_own(tmp_path: Path) -> Non
     assert result.exit_code == 1
     assert "exists and is not a quickstart model" in result.output
     assert [p.name for p in tmp_path.iterdir()] == ["precious.txt"]
+
+
+def test_another_size_is_made_by_the_same_steps(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    maker = load_script("make_model")
+    output = tmp_path / "model"
+    shape = {"hidden_size": 64, "intermediate_size": 96, "layers": 3, "heads": 2, "kv_heads": 1}
+    arguments = ["--output", str(output), "--size", "large", "--device", "cpu"]
+    for name, value in (shape | {"head_dim": 32, "batch_size": 8, "max_seconds": 1e-3}).items():
+        arguments += ["--set", f"{name}={value}"]
+    result = CliRunner().invoke(maker.main, arguments)
+    assert result.exit_code == 0, result.output
+    # the time is over after one step
+    assert "step 1/1500" in result.output
+    model = AutoModelForCausalLM.from_pretrained(output)
+    assert model.dtype == torch.float32
+    assert (model.config.num_hidden_layers, model.config.hidden_size) == (3, 64)
+    record = json.loads((output / maker.RECORD_NAME).read_text())
+    assert record["parameters"] == sum(p.numel() for p in model.parameters())
+    assert record["compute_dtype"] == "bfloat16"
+    wrong = CliRunner().invoke(maker.main, [*arguments, "--set", "depth=3"])
+    assert wrong.exit_code == 1
+    assert "--set depth=3: expected one of seed, hidden_size" in wrong.output

@@ -50,7 +50,7 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rounds") / "model"
     torch.manual_seed(0)
     tokenizer = quickstart.make_tokenizer()
-    quickstart.make_model(tokenizer).save_pretrained(folder)
+    quickstart.make_model(tokenizer, quickstart.Recipe()).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -106,6 +106,7 @@ def test_each_round_samples_with_new_weights_and_proves_it(
         assert frame["policy_step"].unique().to_list() == [number]
         assert frame.height == 6
         assert record.largest_deviation < 1e-3
+        assert record.agreement_k3 < 1e-6
     # the weights did move, and another policy's rollouts show it
     new = output / "round-01" / "train"
     old_data = output / "round-00" / "held_out"
@@ -119,13 +120,25 @@ def test_each_round_samples_with_new_weights_and_proves_it(
     assert report.kept_mass < 0.999
 
 
+@pytest.mark.parametrize(
+    ("tolerances", "message"),
+    [
+        pytest.param({}, "a ratio is", id="by-a-token"),
+        pytest.param({"tolerance": 1e3, "k3_tolerance": 1e-3}, "k3 is", id="by-k3"),
+    ],
+)
 def test_a_reload_that_does_nothing_ends_the_run(
-    untrained: Path, tmp_path: Path, kept: KeptEngine, monkeypatch: pytest.MonkeyPatch
+    untrained: Path,
+    tmp_path: Path,
+    kept: KeptEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    tolerances: dict[str, float],
+    message: str,
 ) -> None:
     monkeypatch.setattr(Engine, "reload_weights", lambda self, folder: None)
-    seen = rounds.run_rounds(plan_of(untrained, tmp_path / "run"), kept)
+    seen = rounds.run_rounds(plan_of(untrained, tmp_path / "run", **tolerances), kept)
     assert next(seen).round == 0
-    with pytest.raises(TrainingError, match="the weights do not agree with the data"):
+    with pytest.raises(TrainingError, match=f"the weights do not agree with the data: {message}"):
         next(seen)
 
 
@@ -133,7 +146,8 @@ def test_stale_and_single_datasets(
     untrained: Path, tmp_path: Path, kept: KeptEngine, reloads: list[str]
 ) -> None:
     output = tmp_path / "run"
-    list(rounds.run_rounds(plan_of(untrained, output, reload_every=2, rounds=3), kept))
+    plan = plan_of(untrained, output, reload_every=2, rounds=3, keep_checkpoints=False)
+    list(rounds.run_rounds(plan, kept))
     sampled = {
         number: json.loads((output / f"round-0{number}/data/_dataset.json").read_text())
         for number in range(3)
@@ -144,6 +158,9 @@ def test_stale_and_single_datasets(
     assert digests[0] == digests[1] != digests[2]
     # to measure, to sample with the old weights, to measure, ...
     assert len(reloads) == 4
+    # those of the first round are of no use once the second is done
+    left = sorted(path.parts[-3] for path in output.glob("round-*/train/step-*"))
+    assert left == ["round-01", "round-02"]
     once = tmp_path / "once"
     list(rounds.run_rounds(plan_of(untrained, once, sample_every=0), kept))
     assert [path.parent.name for path in sorted(once.glob("round-*/data"))] == ["round-00"]

@@ -6,19 +6,21 @@ missing. Sampling from it earns a mean reward of about 0.2, so a policy-gradient
 and worse rollouts to choose from. Nothing is downloaded.
 
     python jobs/quickstart/make_model.py --output out/quickstart-model
+
+`--size large` makes one of 0.4 B parameters by the same steps, for a GPU.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 import os
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ import click
 
 # a no-op for `python jobs/quickstart/make_model.py`, needed under PYTHONSAFEPATH
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from recipe import SIZES, Recipe, answer_of, recipe_of
 from task import LETTERS, MAX_COMPLETION_TOKENS, draw_word, reverse_reward
 
 RECORD_NAME = "quickstart_model.json"
@@ -44,74 +47,6 @@ CHAT_TEMPLATE = (
     "{% else %}{{ raise_exception('expected the roles user and assistant') }}{% endif %}"
     "{% endfor %}"
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Recipe:
-    """Everything that decides what the weights become, beside the source of the two scripts."""
-
-    seed: int
-    steps: int
-    batch_size: int = 96
-    # batches cut from one pool of sequences sorted by length: a third less padding to compute
-    pool_batches: int = 8
-    learning_rate: float = 3e-3
-    warmup_steps: int = 30
-    decay_share: float = 0.4
-    weight_decay: float = 0.01
-    max_grad_norm: float = 1.0
-    # shares of the behaviours; what is left is the reversal with half of its letters
-    capitals_share: float = 0.40
-    copy_share: float = 0.35
-    noisy_share: float = 0.15
-
-    def digest(self) -> str:
-        """Name the recipe: its numbers and the bytes of the scripts that carry it out.
-
-        Returns:
-            A sha256 in hexadecimal.
-        """
-        here = Path(__file__).resolve().parent
-        sources = {
-            name: hashlib.sha256((here / name).read_bytes()).hexdigest()
-            for name in ("make_model.py", "task.py")
-        }
-        text = json.dumps({"recipe": asdict(self), "sources": sources}, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
-
-
-def answer_of(word: str, rng: random.Random, recipe: Recipe) -> str:
-    """Draw one of the behaviours that the model is taught for `word`.
-
-    Args:
-        word: The letters of the prompt.
-        rng: Source of randomness.
-        recipe: The shares of the behaviours.
-
-    Returns:
-        The completion without its end-of-sequence token.
-    """
-    behaviour = rng.random()
-    if behaviour < recipe.capitals_share:
-        return word.upper()
-    behaviour -= recipe.capitals_share
-    if behaviour < recipe.copy_share:
-        return word
-    behaviour -= recipe.copy_share
-    reverse = word[::-1]
-    if behaviour < recipe.noisy_share:
-        return "".join(_noisy(reverse, rng))
-    kept = sorted(rng.sample(range(len(reverse)), len(reverse) // 2))
-    return "".join(reverse[i] for i in kept)
-
-
-def _noisy(letters: str, rng: random.Random) -> Iterator[str]:
-    noise = rng.random()  # one level for the whole word, so that nearly clean reversals exist
-    for letter in letters:
-        if rng.random() < 0.25 * noise:
-            continue
-        written = rng.choice(LETTERS) if rng.random() < 0.25 * noise else letter
-        yield written.upper() if rng.random() < 0.5 * noise else written
 
 
 def make_tokenizer() -> Any:
@@ -151,14 +86,15 @@ def make_tokenizer() -> Any:
     return fast
 
 
-def make_model(tokenizer: Any) -> Any:
+def make_model(tokenizer: Any, recipe: Recipe) -> Any:
     """Build the untrained model from torch's global random state.
 
     Args:
         tokenizer: Gives the special ids.
+        recipe: Gives the shape.
 
     Returns:
-        A float32 `Qwen3ForCausalLM` of 0.41 M parameters.
+        A float32 `Qwen3ForCausalLM` on the CPU.
     """
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
@@ -169,12 +105,12 @@ def make_model(tokenizer: Any) -> Any:
     }
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.kv_heads,
+        head_dim=recipe.head_dim,
         max_position_embeddings=MAX_LENGTH,
         # with tied weights an engine on CPU keeps its old head when weights are reloaded
         tie_word_embeddings=False,
@@ -213,13 +149,16 @@ def training_batches(tokenizer: Any, recipe: Recipe) -> Iterator[tuple[list[list
             yield [sequence for sequence, _ in batch], [sep for _, sep in batch]
 
 
-def train(model: Any, tokenizer: Any, recipe: Recipe) -> None:
+def train(model: Any, tokenizer: Any, recipe: Recipe) -> float:
     """Train by next-token prediction on the answers, printing the loss as it goes.
 
     Args:
-        model: Changed in place.
+        model: Changed in place, where it is.
         tokenizer: Turns characters into ids.
         recipe: Everything else.
+
+    Returns:
+        Tokens a second, padding not counted.
     """
     import torch
     from torch.nn.functional import cross_entropy
@@ -231,29 +170,44 @@ def train(model: Any, tokenizer: Any, recipe: Recipe) -> None:
         weight_decay=recipe.weight_decay,
         fused=True,
     )
+    device, half = model.device, recipe.compute_dtype == "bfloat16"
     started = time.monotonic()
     batches = training_batches(tokenizer, recipe)
-    for step in range(recipe.steps):
+    step, tokens, loss = 0, 0, torch.zeros(())
+    while True:
+        done = max(step / recipe.steps, (time.monotonic() - started) / recipe.max_seconds)
+        if step and (step % 100 == 0 or done >= 1.0):
+            value = loss.item()  # waits for a GPU
+            seconds = time.monotonic() - started
+            click.echo(
+                f"{time.strftime('%H:%M:%S')}  step {step}/{recipe.steps}  loss {value:.3f}  "
+                f"{seconds:.0f} s  {tokens / seconds:.0f} tokens/s"
+            )
+            if done >= 1.0:
+                return tokens / seconds
         warm = (step + 1) / recipe.warmup_steps
-        decay = (recipe.steps - step) / (recipe.decay_share * recipe.steps)
         for group in optimizer.param_groups:
-            group["lr"] = recipe.learning_rate * min(1.0, warm, decay)
+            group["lr"] = recipe.learning_rate * min(1.0, warm, (1.0 - done) / recipe.decay_share)
         sequences, separators = next(batches)
         ids = torch.full((len(sequences), max(map(len, sequences))), tokenizer.pad_token_id)
         scored = torch.zeros_like(ids, dtype=torch.bool)
         for row, (sequence, separator) in enumerate(zip(sequences, separators, strict=True)):
             ids[row, : len(sequence)] = torch.tensor(sequence)
             scored[row, separator : len(sequence) - 1] = True
-        # padding stands on the right, where causal attention never looks: no mask is needed
-        hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
-        loss = cross_entropy(model.lm_head(hidden[scored[:, :-1]]), ids[:, 1:][scored[:, :-1]])
+        # found on the CPU, so that no step waits for a GPU
+        index = scored[:, :-1].flatten().nonzero().squeeze(1).to(device)
+        ids = ids.to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=half):
+            # padding stands on the right, where causal attention never looks: no mask is needed
+            hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+            logits = model.lm_head(hidden.flatten(0, 1)[index])
+        loss = cross_entropy(logits.float(), ids[:, 1:].flatten()[index])
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
         optimizer.step()
-        if (step + 1) % 100 == 0 or step + 1 == recipe.steps:
-            seconds = time.monotonic() - started
-            click.echo(f"step {step + 1}/{recipe.steps}  loss {loss.item():.3f}  {seconds:.0f} s")
+        step += 1
+        tokens += sum(map(len, sequences))
 
 
 def measure_reward(model: Any, tokenizer: Any, *, num_prompts: int = 512, seed: int = 1) -> float:
@@ -284,8 +238,8 @@ def measure_reward(model: Any, tokenizer: Any, *, num_prompts: int = 512, seed: 
     )
     model.eval()
     sampled = model.generate(
-        input_ids=batch["input_ids"],
-        attention_mask=batch["attention_mask"],
+        input_ids=batch["input_ids"].to(model.device),
+        attention_mask=batch["attention_mask"].to(model.device),
         do_sample=True,
         temperature=1.0,
         top_p=0.95,
@@ -345,11 +299,16 @@ def save(model: Any, tokenizer: Any, output: Path, record: dict[str, Any]) -> No
 
 @click.command(context_settings={"show_default": True})
 @click.option("--output", type=click.Path(path_type=Path), default=Path("out/quickstart-model"))
+@click.option("--size", type=click.Choice(list(SIZES)), default="small")
 @click.option("--seed", type=int, default=0, help="Of the initial weights and the training data.")
-@click.option("--steps", type=click.IntRange(min=1), default=700, help="Optimizer steps.")
-def main(output: Path, seed: int, steps: int) -> None:
+@click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps; the size's own.")
+@click.option("--set", "overrides", multiple=True, metavar="FIELD=VALUE", help="Of the recipe.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
+def main(
+    output: Path, size: str, seed: int, steps: int | None, overrides: Sequence[str], device: str
+) -> None:
     """Make the quickstart model, unless the same one is already there."""
-    recipe = Recipe(seed=seed, steps=steps)
+    recipe = recipe_of(size, seed, [*overrides, *([] if steps is None else [f"steps={steps}"])])
     digest = recipe.digest()
     record = finished_record(output, digest)
     if record is not None:
@@ -366,16 +325,28 @@ def main(output: Path, seed: int, steps: int) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(seed)
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer)
-    train(model, tokenizer, recipe)
+    model = make_model(tokenizer, recipe).to(device)
+    rate = train(model, tokenizer, recipe)
     reward = measure_reward(model, tokenizer)
-    record = {"recipe": digest, **asdict(recipe), "mean_reward": reward}
+    seconds = time.monotonic() - started
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    record = {
+        "recipe": digest,
+        **asdict(recipe),
+        "max_seconds": recipe.max_seconds if math.isfinite(recipe.max_seconds) else None,
+        "parameters": parameters,
+        "mean_reward": reward,
+        "seconds": seconds,
+        "tokens_per_second": rate,
+    }
     save(model, tokenizer, output, record)
     low, high = EXPECTED_REWARD
     click.echo(
-        f"{output} made in {time.monotonic() - started:.0f} s, "
+        f"{output} made in {seconds:.0f} s, {parameters / 1e6:.1f} M parameters, "
         f"mean reward {reward:.3f} on 512 held-out prompts (expected {low} to {high})"
     )
 

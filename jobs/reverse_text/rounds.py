@@ -17,6 +17,7 @@ import io
 import json
 import os
 import random
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,9 @@ from typing import Any
 
 import click
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "quickstart"))
+from proof import Prover
 from task import draw_word
 
 HERE = Path(__file__).resolve().parent
@@ -38,7 +41,6 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 HELD_OUT_SEED = 256
-TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +62,12 @@ class Plan:
     """Rounds between the weights that sample the datasets."""
     measure_every: int = 1
     """Rounds between measurements on the held-out words; the last round is always measured."""
+    tolerance: float = 1e-3
+    """Largest |p / q - 1| of a token on the weights that sampled it; bfloat16 needs more."""
+    k3_tolerance: float = 1e-6
+    """The same of k3, nats."""
+    keep_checkpoints: bool = True
+    """Whether the weights of rounds that no later one needs stay on the disk."""
     generate: tuple[str, ...] = ()
     """Overrides of generate.yaml."""
     replay: tuple[str, ...] = ()
@@ -79,9 +87,18 @@ class Round:
     """Share of held-out words with reward 1."""
     largest_deviation: float
     """Largest |p / q - 1| of a held-out token on the weights that sampled it."""
+    agreement_k3: float
+    """k3 of those tokens, nats."""
     mean_support: float
     k3: float | None = None
     """KL(q || p) of the last training step so far, nats; none before the first."""
+    grad_norm: float | None = None
+    masked_share: float | None = None
+    """Of the same step."""
+    sampled_per_second: float | None = None
+    """Tokens of the last dataset over the seconds from its first request to its last rollout."""
+    trained_per_second: float | None = None
+    """Scored tokens of the last training over the seconds of its steps."""
     seconds_generate: float = 0.0
     """Both datasets of the round before this, engine start included in the first."""
     seconds_replay: float = 0.0
@@ -108,9 +125,14 @@ def run_rounds(plan: Plan, engine: Any) -> Iterator[Round]:
     words = random.Random(plan.seed)
     write_prompts(plan.output / "held_out.jsonl", plan.held_out, random.Random(HELD_OUT_SEED), True)
     started = time.monotonic()
+    compute_dtype = load_file(ReplayConfig, HERE / "replay.yaml", plan.replay).model.compute_dtype
+    prover = Prover(
+        compute_dtype=compute_dtype, tolerance=plan.tolerance, k3_tolerance=plan.k3_tolerance
+    )
     policies = [plan.model]
     data = plan.output
-    k3, generating, training = None, 0.0, 0.0
+    rates: dict[str, float | None] = {}
+    generating, training = 0.0, 0.0
     for number in range(plan.rounds + 1):
         folder = plan.output / f"round-{number:02d}"
         folder.mkdir()
@@ -118,7 +140,7 @@ def run_rounds(plan: Plan, engine: Any) -> Iterator[Round]:
             begin = time.monotonic()
             held_out = plan.output / "held_out.jsonl"
             measured = sample(
-                plan, engine, number, policies[-1], held_out, folder / "held_out", n=1
+                plan, engine, prover, number, policies[-1], held_out, folder / "held_out", n=1
             )
             rewards = measured.rewards
             now = time.monotonic()
@@ -128,8 +150,9 @@ def run_rounds(plan: Plan, engine: Any) -> Iterator[Round]:
                 reward=sum(rewards) / len(rewards),
                 exact=sum(reward == 1.0 for reward in rewards) / len(rewards),
                 largest_deviation=measured.largest_deviation,
+                agreement_k3=measured.k3,
                 mean_support=measured.mean_support,
-                k3=k3,
+                **rates,
                 seconds_generate=generating + now - begin,
                 seconds_replay=training,
                 seconds_total=now - started,
@@ -146,7 +169,8 @@ def run_rounds(plan: Plan, engine: Any) -> Iterator[Round]:
             prompts = folder / "prompts.jsonl"
             write_prompts(prompts, plan.prompts, words, held_out=False)
             sampler = policies[number - number % plan.reload_every]
-            sample(plan, engine, number, sampler, prompts, data)
+            sampled = sample(plan, engine, prover, number, sampler, prompts, data)
+            rates["sampled_per_second"] = sampled.tokens_per_second
         generating = time.monotonic() - begin
         begin = time.monotonic()
         overrides = [
@@ -159,7 +183,13 @@ def run_rounds(plan: Plan, engine: Any) -> Iterator[Round]:
         summary = replay(config, stream=io.StringIO())
         training = time.monotonic() - begin
         policies.append(summary.checkpoint)
-        k3 = last_metrics(folder / "train")["k3"]
+        last = last_metrics(folder / "train")
+        rates |= {name: last[name] for name in ("k3", "grad_norm", "masked_share")}
+        rates["trained_per_second"] = summary.tokens / summary.seconds
+        if not plan.keep_checkpoints:
+            oldest = (number + 1) - (number + 1) % plan.reload_every
+            for policy in policies[1 : min(oldest, number + 1)]:
+                shutil.rmtree(policy, ignore_errors=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,11 +199,14 @@ class Sampled:
     rewards: tuple[float, ...]
     mean_support: float
     largest_deviation: float
+    k3: float
+    tokens_per_second: float
 
 
 def sample(
     plan: Plan,
     engine: Any,
+    prover: Prover,
     number: int,
     policy: Path,
     prompts: Path,
@@ -185,6 +218,7 @@ def sample(
     Args:
         plan: Of the run.
         engine: A `rollout.engine_start.KeptEngine`.
+        prover: Of the run.
         number: The round.
         policy: The checkpoint that samples.
         prompts: The prompts file.
@@ -195,10 +229,9 @@ def sample(
         Rewards and supports.
 
     Raises:
-        TrainingError: A token's ratio is off on the very weights that should have sampled it.
+        TrainingError: Ratios are off on the very weights that should have sampled the data.
         IncompleteError: Rollouts are missing.
     """
-    from rollout.agreement import agree
     from rollout.dataset_view import read_dataset
     from rollout.errors import IncompleteError
     from rollout.jobfile import load_job
@@ -212,8 +245,7 @@ def sample(
     problem = summary.problem()
     if problem is not None:
         raise IncompleteError(problem)
-    report = agree(output, policy, max_rollouts=256)
-    report.check(TOLERANCE)
+    report = prover.prove(output, policy)
     view = read_dataset(Storage.open(output))
     rewards: list[float] = []
     for record in view.shards:
@@ -223,6 +255,8 @@ def sample(
         rewards=tuple(rewards),
         mean_support=summary.entries / max(summary.tokens, 1),
         largest_deviation=report.largest_deviation,
+        k3=report.replayed.k3,
+        tokens_per_second=summary.tokens / max(summary.seconds_sampling, 1e-9),
     )
 
 
@@ -255,11 +289,11 @@ def last_metrics(folder: Path) -> dict[str, Any]:
 def show(record: Round) -> None:
     """Print one line."""
     click.echo(
-        f"seed {record.seed}  round {record.round:2d}  reward {record.reward:.3f}  "
-        f"exact {record.exact:.3f}  support {record.mean_support:.2f}  "
-        f"|ratio - 1| {record.largest_deviation:.1e}  generate {record.seconds_generate:.1f} s  "
-        f"replay {record.seconds_replay:.1f} s  total {record.seconds_total:.0f} s  "
-        f"load {record.load_average:.1f}"
+        f"{time.strftime('%H:%M:%S')}  seed {record.seed}  round {record.round:2d}  "
+        f"reward {record.reward:.3f}  exact {record.exact:.3f}  "
+        f"support {record.mean_support:.2f}  |ratio - 1| {record.largest_deviation:.1e}  "
+        f"generate {record.seconds_generate:.1f} s  replay {record.seconds_replay:.1f} s  "
+        f"total {record.seconds_total:.0f} s  load {record.load_average:.1f}"
     )
 
 
@@ -277,6 +311,10 @@ def set_environment() -> None:
 @click.option("--prompts", type=click.IntRange(min=1), default=128, help="Of each dataset.")
 @click.option("--sample-every", type=click.IntRange(min=0), default=1)
 @click.option("--reload-every", type=click.IntRange(min=1), default=1)
+@click.option("--tolerance", type=float, default=1e-3, help="Of a token's ratio after a reload.")
+@click.option("--k3-tolerance", type=float, default=1e-6, help="Of their k3.")
+@click.option("--keep-checkpoints/--drop-checkpoints", default=True)
+@click.option("--records", type=click.Path(path_type=Path), help="A second rounds.jsonl.")
 @click.option("--generate-set", multiple=True, metavar="KEY=VALUE", help="Of generate.yaml.")
 @click.option("--replay-set", multiple=True, metavar="KEY=VALUE", help="Of replay.yaml.")
 def main(
@@ -287,6 +325,10 @@ def main(
     prompts: int,
     sample_every: int,
     reload_every: int,
+    tolerance: float,
+    k3_tolerance: float,
+    keep_checkpoints: bool,
+    records: Path | None,
     generate_set: Sequence[str],
     replay_set: Sequence[str],
 ) -> None:
@@ -305,6 +347,9 @@ def main(
         prompts=prompts,
         sample_every=sample_every,
         reload_every=reload_every,
+        tolerance=tolerance,
+        k3_tolerance=k3_tolerance,
+        keep_checkpoints=keep_checkpoints,
         generate=tuple(generate_set),
         replay=tuple(replay_set),
     )
@@ -312,6 +357,8 @@ def main(
     try:
         for record in run_rounds(plan, engine):
             show(record)
+            if records is not None:
+                shutil.copyfile(output / "rounds.jsonl", records)
     except RolloutError as error:
         raise click.ClickException(str(error)) from None
     finally:
