@@ -11,6 +11,9 @@ Settings:
     rounds      new data in each of 8 rounds; top_p .95, .8, .6
     stale       weights that are up to 1, 4 and 16 rounds old sample 16 rounds' data; top_p .8
     untruncated top_p 1: recorded head and tail, or K draws, instead of an exact support
+
+Arms that sample alike share the datasets of the initial policy. Several processes may fill one
+output side by side if no two of them run the same seed of an arm.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ TRUNCATED = {
     "full vocabulary, not centred": ("normaliser=vocabulary", "loss.centering=off"),
 }
 UNTRUNCATED = {
+    "whole vocabulary, centred": (("capture.top=64",), ("loss.centering=tail",)),
     "top 8 + tail, centred": (("capture.top=8",), ("loss.centering=tail",)),
     "8 draws, centred": (
         ("capture.top=0", "capture.draws=8"),
@@ -54,6 +58,7 @@ class Arm:
     generate: tuple[str, ...]
     replay: tuple[str, ...]
     rounds: int
+    prompts: int = 64
     sample_every: int = 1
     reload_every: int = 1
 
@@ -79,8 +84,9 @@ def arms_of(setting: str) -> Iterator[Arm]:
                     setting=setting,
                     name=f"{reload_every} rounds old: {name}",
                     generate=("sampling.top_p=0.8",),
-                    replay=overrides,
+                    replay=(*overrides, "data.groups_per_step=8"),
                     rounds=16,
+                    prompts=32,
                     reload_every=reload_every,
                 )
     else:
@@ -138,8 +144,19 @@ def read_lines(path: Path) -> list[dict[str, object]]:
 @click.option("--seeds", type=click.IntRange(min=1), default=3)
 @click.option("--first-seed", type=click.IntRange(min=0), default=0)
 @click.option("--match", default="", help="Only arms whose name holds this.")
+@click.option("--tolerance", type=float, default=1e-3, help="Of a token's ratio after a reload.")
+@click.option("--generate-set", multiple=True, metavar="KEY=VALUE", help="Of generate.yaml.")
+@click.option("--replay-set", multiple=True, metavar="KEY=VALUE", help="Of replay.yaml.")
 def main(
-    model: Path, output: Path, settings: tuple[str, ...], seeds: int, first_seed: int, match: str
+    model: Path,
+    output: Path,
+    settings: tuple[str, ...],
+    seeds: int,
+    first_seed: int,
+    match: str,
+    tolerance: float,
+    generate_set: tuple[str, ...],
+    replay_set: tuple[str, ...],
 ) -> None:
     """Run every arm with every seed; those that are done already are skipped."""
     set_environment()
@@ -158,17 +175,22 @@ def main(
                     }
                     if match not in arm.name or (setting, arm.name, seed) in done:
                         continue
+                    sampling = "-".join(arm.generate).replace("=", "-")
+                    shared = f"initial-{sampling}-{arm.prompts}-seed-{seed}"
                     plan = Plan(
                         model=model,
                         output=output / f"{setting}-{number:02d}-seed-{seed}",
+                        first=output / shared,
                         seed=seed,
                         rounds=arm.rounds,
                         sample_every=arm.sample_every,
                         reload_every=arm.reload_every,
-                        prompts=64,
+                        prompts=arm.prompts,
                         measure_every=arm.rounds,
-                        generate=arm.generate,
-                        replay=arm.replay,
+                        keep_checkpoints=False,
+                        tolerance=tolerance,
+                        generate=(*generate_set, *arm.generate),
+                        replay=(*replay_set, *arm.replay),
                     )
                     shutil.rmtree(plan.output, ignore_errors=True)  # of a run that was cut short
                     first, last = run_rounds(plan, engine)
@@ -179,6 +201,7 @@ def main(
                         "start": first.reward,
                         "end": last.reward,
                         "k3": last.k3,
+                        "masked_share": last.masked_share,
                         "seconds": last.seconds_total,
                     }
                     with results.open("a", encoding="utf-8") as file:

@@ -50,6 +50,8 @@ class Plan:
     model: Path
     """The initial policy."""
     output: Path
+    first: Path | None = None
+    """Where the datasets of the initial policy are or are to be, for runs that share them."""
     seed: int = 0
     rounds: int = 10
     prompts: int = 128
@@ -136,11 +138,14 @@ def run_rounds(plan: Plan, engine: Any) -> Iterator[Round]:
     for number in range(plan.rounds + 1):
         folder = plan.output / f"round-{number:02d}"
         folder.mkdir()
+        # what is there already is not sampled again
+        place = folder if number or plan.first is None else plan.first
+        place.mkdir(parents=True, exist_ok=True)
         if number % plan.measure_every == 0 or number == plan.rounds:
             begin = time.monotonic()
             held_out = plan.output / "held_out.jsonl"
             measured = sample(
-                plan, engine, prover, number, policies[-1], held_out, folder / "held_out", n=1
+                plan, engine, prover, number, policies[-1], held_out, place / "held_out", n=1
             )
             rewards = measured.rewards
             now = time.monotonic()
@@ -165,8 +170,7 @@ def run_rounds(plan: Plan, engine: Any) -> Iterator[Round]:
             return
         begin = time.monotonic()
         if number == 0 or (plan.sample_every and number % plan.sample_every == 0):
-            data = folder / "data"
-            prompts = folder / "prompts.jsonl"
+            data, prompts = place / "data", place / "prompts.jsonl"
             write_prompts(prompts, plan.prompts, words, held_out=False)
             sampler = policies[number - number % plan.reload_every]
             sampled = sample(plan, engine, prover, number, sampler, prompts, data)
@@ -200,7 +204,8 @@ class Sampled:
     mean_support: float
     largest_deviation: float
     k3: float
-    tokens_per_second: float
+    tokens_per_second: float | None
+    """Of sampling; none where the dataset was there."""
 
 
 def sample(
@@ -213,7 +218,7 @@ def sample(
     output: Path,
     n: int | None = None,
 ) -> Sampled:
-    """Write a dataset and prove that the engine sampled it with the weights that it was told to.
+    """Write a dataset, unless it is there, and prove that the right weights sampled it.
 
     Args:
         plan: Of the run.
@@ -247,16 +252,17 @@ def sample(
         raise IncompleteError(problem)
     report = prover.prove(output, policy)
     view = read_dataset(Storage.open(output))
+    tokens = sum(record.tokens for record in view.shards)
     rewards: list[float] = []
     for record in view.shards:
         with view.open_shard(record) as shard:
             rewards += shard.read(columns=["reward"])["reward"].to_pylist()
     return Sampled(
         rewards=tuple(rewards),
-        mean_support=summary.entries / max(summary.tokens, 1),
+        mean_support=sum(record.entries for record in view.shards) / tokens,
         largest_deviation=report.largest_deviation,
         k3=report.replayed.k3,
-        tokens_per_second=summary.tokens / max(summary.seconds_sampling, 1e-9),
+        tokens_per_second=summary.tokens / summary.seconds_sampling if summary.tokens else None,
     )
 
 
