@@ -215,27 +215,24 @@ def test_a_checkpoint_is_a_model_that_goes_on(recorded: Recorded, tmp_path: Path
 def test_tensorboard_gets_the_same_numbers(
     recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scalars: dict[tuple[str, int], float] = {}
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    class Writer:
-        def __init__(self, folder: str, purge_step: int) -> None:
-            assert folder == str(tmp_path / "tensorboard")
-            assert purge_step == 1
-
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            scalars[name, step] = value
-
-        def close(self) -> None:
-            scalars["closed", 0] = 1.0
-
-    module = types.ModuleType("torch.utils.tensorboard")
-    module.SummaryWriter = Writer  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    train(config_of(recorded, tmp_path, epochs=2))
-    assert scalars.pop(("closed", 0)) == 1.0
-    for line in metrics_of(tmp_path):
-        assert scalars["replay/loss", line["step"]] == line["loss"]
-        assert scalars["replay/k3", line["step"]] == line["k3"]
+    sections: dict[str, Any] = {"data": {"groups_per_step": 2}, "epochs": 2}
+    train(config_of(recorded, tmp_path / "out", max_steps=4, **sections))
+    train(config_of(recorded, tmp_path / "out", **sections))
+    events = EventAccumulator(str(tmp_path / "out" / "tensorboard"))
+    events.Reload()
+    lines = metrics_of(tmp_path / "out")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    for name in ("loss", "k3", "ratio_mean", "tokens_per_second"):
+        seen = {event.step: event.value for event in events.Scalars(f"replay/{name}")}
+        # TensorBoard keeps float32
+        expected = {line["step"]: pytest.approx(line[name], rel=1e-6) for line in lines}
+        assert seen == expected
+    # nothing of it where it is not installed
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    train(config_of(recorded, tmp_path / "plain"))
+    assert not (tmp_path / "plain" / "tensorboard").exists()
 
 
 def test_evaluation_samples_with_the_weights_just_saved(
