@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 from rollout.errors import DatasetError, OutputError
@@ -35,17 +37,40 @@ def read_commit(storage: Storage, name: str) -> CommitRecord:
         FileNotFoundError: the part is not committed.
         DatasetError: the record is damaged or of a newer format.
     """
-    try:
-        return CommitRecord.from_json(storage.read_bytes(name))
-    except RecordError as error:
-        raise DatasetError(f"{storage.url}/{name}: {error}") from error
+    return _parse(storage, name, storage.read_bytes(name))
 
 
 def read_commits(storage: Storage) -> list[CommitRecord]:
-    """Read every commit record, by unit and part, with no part left out.
+    """Read every commit record; see `iter_commits`.
+
+    Raises:
+        DatasetError: see `iter_commits`.
+    """
+    return list(iter_commits(storage))
+
+
+def iter_commits(storage: Storage) -> Iterator[CommitRecord]:
+    """Read the commit records one by one, by unit and part, with no part left out.
 
     Raises:
         DatasetError: a record is missing, damaged or of a newer format.
+    """
+    for name, data in read_ahead(storage, commit_names(storage)):
+        if isinstance(data, FileNotFoundError):
+            raise DatasetError(
+                f"dataset {storage.url}: a commit record is missing although later parts exist: "
+                f"{data}: copy the dataset again"
+            ) from data
+        if isinstance(data, Exception):
+            raise data
+        yield _parse(storage, name, data)
+
+
+def commit_names(storage: Storage) -> list[str]:
+    """Name every commit record that has to be there, by unit and part.
+
+    Raises:
+        DatasetError: the folder can't be listed.
     """
     highest: dict[str, int] = {}
     for base in storage.list(layout.COMMIT_FOLDER):
@@ -53,19 +78,37 @@ def read_commits(storage: Storage) -> list[CommitRecord]:
         if parsed is not None and parsed.attempt is None:
             highest[parsed.unit] = max(parsed.part, highest.get(parsed.unit, -1))
     # parts have no holes, so a name that a listing missed is read all the same
-    names = [
+    return [
         layout.commit_name(unit, part)
         for unit in sorted(highest)
         for part in range(highest[unit] + 1)
     ]
+
+
+def read_ahead(storage: Storage, names: list[str]) -> Iterator[tuple[str, bytes | Exception]]:
+    """Read small files side by side, a few of them ahead of the caller.
+
+    Yields:
+        Each name with what the file holds, or why it can't be read.
+    """
+    waiting: deque[tuple[str, Future[bytes]]] = deque()
+    with ThreadPoolExecutor(_READERS) as pool:
+        for name in [*names, None]:
+            if name is not None:
+                waiting.append((name, pool.submit(storage.read_bytes, name)))
+            while waiting and (name is None or len(waiting) > _READERS):
+                first, future = waiting.popleft()
+                error = future.exception()
+                if error is not None and not isinstance(error, Exception):
+                    raise error
+                yield first, future.result() if error is None else error
+
+
+def _parse(storage: Storage, name: str, data: bytes) -> CommitRecord:
     try:
-        with ThreadPoolExecutor(_READERS) as pool:
-            return list(pool.map(lambda name: read_commit(storage, name), names))
-    except FileNotFoundError as error:
-        raise DatasetError(
-            f"dataset {storage.url}: a commit record is missing although later parts exist: "
-            f"{error}: copy the dataset again"
-        ) from error
+        return CommitRecord.from_json(data)
+    except RecordError as error:
+        raise DatasetError(f"{storage.url}/{name}: {error}") from error
 
 
 def dataset_exists(storage: Storage, record: DatasetRecord) -> bool:

@@ -10,28 +10,31 @@ an orphan for good as soon as that record exists.
 from __future__ import annotations
 
 import datetime
+import itertools
 import logging
 import threading
 import uuid
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from rollout.commits import dataset_exists, find_record, read_commit, read_commits
+from rollout.commits import dataset_exists, find_record, iter_commits, read_commit
 from rollout.dataset_view import DatasetView, read_dataset
 from rollout.errors import OutputError
+from rollout.ledger import Ledger
 from rollout.local_files import scratch_file
 from rollout.rows import PlanEntry, Rejection, RolloutRow
 from rollout.schema import layout
 from rollout.schema.records import CommitRecord, DatasetRecord, GroupRange
 from rollout.shard import ROW_GROUP_BYTES, ShardInfo, verify_shard, write_shard
-from rollout.sidecars import plan_bytes, read_plan, rejected_bytes
+from rollout.sidecars import plan_bytes, read_plan_units, rejected_bytes
 from rollout.storage import Storage
 
 __all__ = ["DatasetView", "DatasetWriter", "dataset_exists", "read_dataset"]
 
 _log = logging.getLogger(__name__)
 
+_PLAN_PROMPTS: Final = 2**14  # of one plan file, at most
 _EMPTY: Final = ShardInfo(
     size=0, sha256="", rows=0, tokens=0, entries=0, max_token_id=-1, row_groups=()
 )
@@ -54,11 +57,10 @@ class DatasetWriter:
         self._scratch = scratch
         self._row_group_bytes = row_group_bytes
         self._lock = threading.RLock()
-        self._commits: dict[str, list[CommitRecord]] = {}
-        self._covered: set[tuple[str, int]] = set()
-        self._rejected_prompts: set[str] = set()
-        self._set_aside_since: set[tuple[str, int | None]] = set()
-        self._plan: dict[str, str] = {}
+        self.ledger = Ledger()
+        """What is planned, committed and set aside; grows with each commit."""
+        # the files that each part's record names: all that is kept of the records
+        self._parts: dict[str, list[tuple[str | None, str | None]]] = {}
         self._next_plan = 0
 
     @classmethod
@@ -90,36 +92,14 @@ class DatasetWriter:
         if found is None:
             raise OutputError(f"output {storage.url}: {layout.DATASET_FILE} came and went")
         writer = cls(storage, found, scratch, row_group_bytes)
-        for commit in read_commits(storage):
+        for commit in iter_commits(storage):
             writer._apply(commit)
         writer._read_new_plan()
         return writer
 
-    @property
-    def covered(self) -> Set[tuple[str, int]]:
-        """Every committed (prompt_key, sample_index); grows with each commit, don't change it."""
-        return self._covered
-
-    @property
-    def rejected_prompts(self) -> Set[str]:
-        """Keys of the prompts recorded as set aside whole."""
-        return self._rejected_prompts
-
-    @property
-    def set_aside_since(self) -> Set[tuple[str, int | None]]:
-        """What other writers recorded as set aside since this one was opened, by key."""
-        return self._set_aside_since
-
-    @property
-    def plan(self) -> Mapping[str, str]:
-        """The unit of every planned prompt_key, in the plan's order."""
-        return self._plan
-
-    @property
-    def commits(self) -> list[CommitRecord]:
-        """Every commit record seen so far, by unit and part."""
-        with self._lock:
-            return [record for unit in sorted(self._commits) for record in self._commits[unit]]
+    def covers(self, prompt_key: str, sample_index: int) -> bool:
+        """Whether a rollout is committed."""
+        return self.ledger.covers(self.ledger.numbers([prompt_key])[0], sample_index)
 
     def catch_up(self, unit: str) -> None:
         """Learn what other writers have committed of a unit.
@@ -139,6 +119,13 @@ class DatasetWriter:
             ValueError: a unit's name can't be part of a file name.
             OutputError: the plan can't be written.
         """
+        new = 0
+        remaining = iter(entries)
+        while chunk := list(itertools.islice(remaining, _PLAN_PROMPTS)):
+            new += self._append_plan(chunk)
+        return new
+
+    def _append_plan(self, entries: Sequence[PlanEntry]) -> int:
         wanted: dict[str, PlanEntry] = {}
         for entry in entries:
             wanted.setdefault(entry.prompt_key, entry)
@@ -146,13 +133,20 @@ class DatasetWriter:
             layout.check_unit(unit)
         with self._lock:
             while True:
-                new = [entry for key, entry in wanted.items() if key not in self._plan]
+                units = self.ledger.units_of(list(wanted))
+                new = [
+                    entry
+                    for entry, unit in zip(wanted.values(), units, strict=True)
+                    if unit is None
+                ]
                 if not new:
                     return 0
                 name = layout.plan_name(self._next_plan)
                 if self.storage.create_exclusive(name, plan_bytes(new, self.record.fingerprint)):
-                    self._apply_plan(new)
-                    return len(new)
+                    self._next_plan += 1
+                    return self.ledger.plan(
+                        [entry.prompt_key for entry in new], [entry.unit for entry in new]
+                    )
                 # another process appended first: see what it planned
                 self._read_new_plan()
 
@@ -182,8 +176,13 @@ class DatasetWriter:
         while True:
             self._catch_up(unit)
             with self._lock:
-                part = len(self._commits.get(unit, ()))
-                left = [row for row in rows if row.key not in self._covered]
+                part = len(self._parts.get(unit, ()))
+                numbers = self.ledger.numbers([row.prompt_key for row in rows])
+                left = [
+                    row
+                    for row, number in zip(rows, numbers, strict=True)
+                    if not self.ledger.covers(number, row.sample_index)
+                ]
                 refused = self._new_rejections(rejected, {row.key for row in left})
             if not left and not refused:
                 return None
@@ -213,9 +212,8 @@ class DatasetWriter:
                 if parsed is None or parsed.attempt is None:
                     _log.warning("output %s: leaving %s/%s", self.storage.url, folder, base)
                     continue
-                record = self._close_part(parsed.unit, parsed.part)
                 name = f"{folder}/{base}"
-                if name not in (record.file, record.rejected_file):
+                if name not in self._close_part(parsed.unit, parsed.part):
                     self.storage.delete(name)
                     removed += 1
         self.storage.remove_stale_scratch()
@@ -223,8 +221,8 @@ class DatasetWriter:
 
     def _check_rows(self, unit: str, rows: Sequence[RolloutRow]) -> None:
         seen: set[tuple[str, int]] = set()
-        for row in rows:
-            planned = self._plan.get(row.prompt_key)
+        units = self.ledger.units_of([row.prompt_key for row in rows])
+        for row, planned in zip(rows, units, strict=True):
             if planned != unit:
                 raise ValueError(
                     f"prompt {row.prompt_key}: planned for unit {planned}, got unit {unit}: "
@@ -235,15 +233,16 @@ class DatasetWriter:
             seen.add(row.key)
 
     def _new_rejections(
-        self, rejected: Sequence[Rejection], own: Set[tuple[str, int]]
+        self, rejected: Sequence[Rejection], own: set[tuple[str, int]]
     ) -> list[Rejection]:
         new: dict[tuple[str, int | None], Rejection] = {}
-        for item in rejected:
+        numbers = self.ledger.numbers([item.prompt_key for item in rejected])
+        for item, number in zip(rejected, numbers, strict=True):
             if item.sample_index is None:
-                known = item.prompt_key in self._rejected_prompts
+                known = self.ledger.is_set_aside(number)
             else:
-                key = (item.prompt_key, item.sample_index)
-                known = key in self._covered or key in own
+                covered = self.ledger.covers(number, item.sample_index)
+                known = covered or (item.prompt_key, item.sample_index) in own
             if not known:
                 new.setdefault(item.key, item)
         return list(new.values())
@@ -299,14 +298,14 @@ class DatasetWriter:
             raise OutputError(f"output: can't write a shard in {folder}: {error}") from error
         return info
 
-    def _close_part(self, unit: str, part: int) -> CommitRecord:
-        """The record of a part, made empty where there is none yet."""
+    def _close_part(self, unit: str, part: int) -> tuple[str | None, str | None]:
+        """The files of a part, whose record is made empty where there is none yet."""
         while True:
             self._catch_up(unit)
-            records = self._commits.get(unit, [])
-            if part < len(records):
-                return records[part]
-            void = self._upload(unit, len(records), [], [])
+            known = self._parts.get(unit, [])
+            if part < len(known):
+                return known[part]
+            void = self._upload(unit, len(known), [], [])
             name = layout.commit_name(unit, void.part)
             if self.storage.create_exclusive(name, void.to_json()):
                 self._apply(void)
@@ -315,29 +314,21 @@ class DatasetWriter:
         """Read the records that other writers made for a unit; no listing is needed."""
         while True:
             with self._lock:
-                part = len(self._commits.get(unit, ()))
+                part = len(self._parts.get(unit, ()))
             try:
                 record = read_commit(self.storage, layout.commit_name(unit, part))
             except FileNotFoundError:
                 return
-            self._apply(record)
-            self._set_aside_since.update(record.rejected_keys)
+            self._apply(record, since=True)
 
-    def _apply(self, record: CommitRecord) -> None:
+    def _apply(self, record: CommitRecord, *, since: bool = False) -> None:
         with self._lock:
-            known = self._commits.setdefault(record.unit, [])
+            known = self._parts.setdefault(record.unit, [])
+            self.ledger.set_aside(record.rejected_keys, since=since)
             if record.part < len(known):
                 return
-            known.append(record)
-            self._covered.update(record.keys)
-            self._rejected_prompts.update(
-                key for key, index in record.rejected_keys if index is None
-            )
-
-    def _apply_plan(self, entries: Iterable[PlanEntry]) -> None:
-        for entry in entries:
-            self._plan.setdefault(entry.prompt_key, entry.unit)
-        self._next_plan += 1
+            known.append((record.file, record.rejected_file))
+            self.ledger.cover(record.keys)
 
     def _read_new_plan(self) -> None:
         with self._lock:
@@ -347,7 +338,8 @@ class DatasetWriter:
                     data = self.storage.read_bytes(name)
                 except FileNotFoundError:
                     return
-                self._apply_plan(read_plan(data, name))
+                self.ledger.plan(*read_plan_units(data, name))
+                self._next_plan += 1
 
 
 def _by_group(rows: list[RolloutRow]) -> list[RolloutRow]:

@@ -176,12 +176,11 @@ class PendingParts:
                 digest=row.prompt_key,
             )
             for row in rows
-            if row.prompt_key not in writer.plan
         )
-        units = dict.fromkeys([part.unit, *(writer.plan[row.prompt_key] for row in rows)])
+        units = writer.ledger.units_of([row.prompt_key for row in rows])
         records = []
-        for unit in units:
-            own = [row for row in rows if writer.plan[row.prompt_key] == unit]
+        for unit in dict.fromkeys([part.unit, *(unit for unit in units if unit is not None)]):
+            own = [row for row, planned in zip(rows, units, strict=True) if planned == unit]
             record = writer.commit_part(unit, own, part.rejected if unit == part.unit else ())
             if record is not None:
                 records.append(record)

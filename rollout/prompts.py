@@ -7,10 +7,10 @@ line. Keys are ours (a digest of what the engine will see), the user's `id` is c
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from rollout.config import PromptsConfig, SamplingConfig, check_template_kwargs
 from rollout.errors import ConfigError, InputError
 from rollout.jobfile import check_section
+from rollout.key_table import Column, IdSet, KeyTable
 from rollout.metadata import encode_metadata
 from rollout.prompt_files import RawRow, read_rows
 from rollout.rows import Rejection
@@ -25,6 +26,7 @@ from rollout.rows import Rejection
 _KNOWN = ("id", "prompt", "messages", "prompt_token_ids", "sampling", "chat_template_kwargs")
 _CONTENT = ("prompt", "messages", "prompt_token_ids")
 _DETAIL_CHARACTERS = 500
+_LOT_ROWS = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +63,7 @@ class _Content(BaseModel):
 
 
 def read_prompts(config: PromptsConfig, sampling: SamplingConfig) -> Iterator[Prompt | Rejection]:
-    """Read the rows in order.
+    """Read the rows in order; see `read_lots`.
 
     Args:
         config: where they are.
@@ -71,21 +73,92 @@ def read_prompts(config: PromptsConfig, sampling: SamplingConfig) -> Iterator[Pr
         a prompt, or why a row is none.
 
     Raises:
+        InputError: see `read_lots`.
+    """
+    for lot in read_lots(config, sampling, _LOT_ROWS):
+        yield from lot
+
+
+def read_lots(
+    config: PromptsConfig, sampling: SamplingConfig, size: int, keys: KeyTable | None = None
+) -> Iterator[list[Prompt | Rejection]]:
+    """Read the rows in order, some at a time: no more of them is held than a few bytes each.
+
+    Args:
+        config: where they are.
+        sampling: the job's values, which a row may override.
+        size: rows of a lot.
+        keys: where their keys are numbered; default: in a table of their own.
+
+    Yields:
+        up to `size` rows: each a prompt, or why it is none.
+
+    Raises:
         InputError: the file can't be opened or is of another format; two rows have the same id
             where that is refused.
     """
-    seen: Counter[str] = Counter()
-    lines_of_ids: dict[str, int] = {}
+    occurrences = _Occurrences(KeyTable() if keys is None else keys)
+    ids = IdSet()
+    rows = _parsed(config, sampling)
+    while lot := list(itertools.islice(rows, size)):
+        if config.duplicate_ids == "fail":
+            prompts = [row for row in lot if isinstance(row, Prompt)]
+            # an id made from the content is as often there as its row
+            named = [prompt for prompt in prompts if prompt.prompt_id != prompt.key[:16]]
+            for index in ids.add([prompt.prompt_id for prompt in named]):
+                _refuse_second(config, sampling, named[index])
+        yield occurrences.told_apart(lot)
+
+
+class _Occurrences:
+    """Tells equal rows apart by how many of them came before."""
+
+    def __init__(self, keys: KeyTable) -> None:
+        self._keys = keys
+        self._times = Column("int32")
+
+    def told_apart(self, rows: Sequence[Prompt | Rejection]) -> list[Prompt | Rejection]:
+        """Give rows the keys that they keep."""
+        digests = [_key_of(row) for row in rows]
+        numbers: list[int] = self._keys.add(digests).tolist()
+        result: list[Prompt | Rejection] = []
+        for row, digest, number in zip(rows, digests, numbers, strict=True):
+            self._times[number] = times = self._times[number] + 1
+            if times == 1:
+                result.append(row)
+                continue
+            key = _sha256(f"{digest} {times}")
+            if isinstance(row, Rejection):
+                result.append(replace(row, prompt_key=key))
+            else:
+                own = row.prompt_id != digest[:16]
+                result.append(replace(row, key=key, prompt_id=row.prompt_id if own else key[:16]))
+        return result
+
+
+def _key_of(row: Prompt | Rejection) -> str:
+    return row.key if isinstance(row, Prompt) else row.prompt_key
+
+
+def _refuse_second(config: PromptsConfig, sampling: SamplingConfig, prompt: Prompt) -> None:
+    """Raise InputError if a row before this one has its id: read again, since none was kept."""
+    for row in _parsed(config, sampling):
+        if isinstance(row, Rejection):
+            continue
+        if row.line >= prompt.line:
+            return
+        if row.prompt_id == prompt.prompt_id:
+            raise InputError(
+                f"prompts {config.name}: id {row.prompt_id[:200]!r} stands on line {row.line} and "
+                f"line {prompt.line}; make ids unique, or set prompts.duplicate_ids: allow"
+            )
+
+
+def _parsed(config: PromptsConfig, sampling: SamplingConfig) -> Iterator[Prompt | Rejection]:
+    """Read the rows with the digests of what stands in them as their keys."""
     for raw in read_rows(config):
-        row = _prompt(raw, config, sampling, seen)
-        if isinstance(row, Prompt):
-            first = lines_of_ids.setdefault(row.prompt_id, raw.line)
-            if first != raw.line and config.duplicate_ids == "fail":
-                raise InputError(
-                    f"prompts {config.name}: id {row.prompt_id[:200]!r} stands on line {first} and "
-                    f"line {raw.line}; make ids unique, or set prompts.duplicate_ids: allow"
-                )
-        elif config.bad_rows == "fail":
+        row = _prompt(raw, config, sampling)
+        if isinstance(row, Rejection) and config.bad_rows == "fail":
             raise InputError(
                 f"prompts {config.name} line {row.line}: {row.detail}; correct it, or set "
                 "prompts.bad_rows: reject"
@@ -103,12 +176,10 @@ def check_prompts_file(config: PromptsConfig) -> None:
         raise InputError(f"prompts {config.name}: no rows")
 
 
-def _prompt(
-    raw: RawRow, config: PromptsConfig, sampling: SamplingConfig, seen: Counter[str]
-) -> Prompt | Rejection:
+def _prompt(raw: RawRow, config: PromptsConfig, sampling: SamplingConfig) -> Prompt | Rejection:
     data = raw.data
     if data is None:
-        return _rejection(config, raw, "unreadable_row", raw.problem or "", seen)
+        return _rejection(config, raw, "unreadable_row", raw.problem or "")
     try:
         content = _check_content(data)
         effective = _effective_sampling(content, sampling)
@@ -117,15 +188,14 @@ def _prompt(
         metadata = encode_metadata(own) if own else None
     except UnicodeEncodeError as error:
         lone = f"\\u{ord(error.object[error.start]):04x}"
-        return _rejection(config, raw, "bad_row", f"{lone} alone is no character", seen)
+        return _rejection(config, raw, "bad_row", f"{lone} alone is no character")
     except RecursionError:
-        return _rejection(config, raw, "bad_row", "nested too deeply", seen)
+        return _rejection(config, raw, "bad_row", "nested too deeply")
     except (ValueError, TypeError) as error:
-        return _rejection(config, raw, "bad_row", str(error), seen)
-    key = _occurrence(seen, digest)
+        return _rejection(config, raw, "bad_row", str(error))
     return Prompt(
-        key=key,
-        prompt_id=key[:16] if content.id is None else str(content.id),
+        key=digest,
+        prompt_id=digest[:16] if content.id is None else str(content.id),
         line=raw.line,
         prompt=content.prompt,
         messages=content.messages,
@@ -199,25 +269,17 @@ def _digest(content: _Content, effective: SamplingConfig, sampling: SamplingConf
     return _sha256(encode_metadata(fields | {"sampling": own}))
 
 
-def _occurrence(seen: Counter[str], digest: str) -> str:
-    """Tell equal rows apart by how many of them came before."""
-    seen[digest] += 1
-    return digest if seen[digest] == 1 else _sha256(f"{digest} {seen[digest]}")
-
-
 def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _rejection(
-    config: PromptsConfig, raw: RawRow, reason: str, detail: str, seen: Counter[str]
-) -> Rejection:
+def _rejection(config: PromptsConfig, raw: RawRow, reason: str, detail: str) -> Rejection:
     prompt_id = None if raw.data is None else raw.data.get("id")
     named = isinstance(prompt_id, (str, int)) and not isinstance(prompt_id, bool)
     # what stands in the row makes the key here too, so that it is counted once wherever it stands
     written = raw.raw or json.dumps(raw.data, default=repr).encode()
     return Rejection(
-        prompt_key=_occurrence(seen, _sha256(f"rejected {hashlib.sha256(written).hexdigest()}")),
+        prompt_key=_sha256(f"rejected {hashlib.sha256(written).hexdigest()}"),
         prompt_id=_printable(str(prompt_id)) if named else None,
         sample_index=None,
         file=config.name,

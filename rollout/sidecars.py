@@ -34,6 +34,16 @@ def read_plan(data: bytes, name: str) -> list[PlanEntry]:
     return [PlanEntry(**row) for row in _read(data, PLAN_SCHEMA, name)]
 
 
+def read_plan_units(data: bytes, name: str) -> tuple[list[str], list[str]]:
+    """Parse the keys and units alone of what `plan_bytes` made.
+
+    Raises:
+        DatasetError: damaged.
+    """
+    table = _read_table(data, ["prompt_key", "unit"], name)
+    return table["prompt_key"].to_pylist(), table["unit"].to_pylist()
+
+
 def read_rejected(data: bytes, name: str) -> list[Rejection]:
     """Parse what `rejected_bytes` made.
 
@@ -57,9 +67,13 @@ def _write(items: Sequence[Any], schema: pa.Schema, fingerprint: str) -> bytes:
 
 
 def _read(data: bytes, schema: pa.Schema, name: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = _read_table(data, schema.names, name).to_pylist()
+    return rows
+
+
+def _read_table(data: bytes, columns: list[str], name: str) -> pa.Table:
     try:
         with pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True) as file:
-            rows: list[dict[str, Any]] = file.read(columns=schema.names).to_pylist()
+            return file.read(columns=columns)
     except (pa.ArrowException, OSError) as error:
         raise DatasetError(f"{name}: damaged: {error}") from error
-    return rows

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import re
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 from rollout.claims import Claims
 from rollout.config import JobConfig
 from rollout.dataset import DatasetWriter
-from rollout.prompts import Prompt, read_prompts
+from rollout.ledger import Ledger
+from rollout.prompts import Prompt, read_lots
 from rollout.rows import PlanEntry, Rejection
 from rollout.schema.layout import unit_name
 
@@ -127,16 +127,17 @@ def _pass(
     Returns:
         The lots and units that others hold.
     """
-    rows = read_prompts(config.prompts, config.sampling)
-    numbers = _UnitNumbers(writer.plan)
+    ledger = writer.ledger
+    numbers = _UnitNumbers(ledger)
     size = config.output.unit_prompts
     last_unit = unit_name(max(numbers.next() - 1, 0))
     held: set[tuple[int, str]] = set()
-    for number in itertools.count():
-        lot = list(itertools.islice(rows, lot_prompts))
-        if not lot:
-            return held
-        new = [row for row in lot if isinstance(row, Prompt) and row.key not in writer.plan]
+    lots = read_lots(config.prompts, config.sampling, lot_prompts, ledger.keys)
+    for number, lot in enumerate(lots):
+        prompts = [row for row in lot if isinstance(row, Prompt)]
+        keys = [prompt.key for prompt in prompts]
+        known = zip(prompts, ledger.units_of(keys), strict=True)
+        new = [prompt for prompt, unit in known if unit is None]
         first, units = numbers.next(), -(-len(new) // size)
         writer.append_plan(
             PlanEntry(
@@ -148,11 +149,12 @@ def _pass(
             )
             for i, prompt in enumerate(new)
         )
+        units_of = iter(ledger.units_of(keys))
         planned = []
         for row in lot:
             # rejected rows go with the prompt before them
             if isinstance(row, Prompt):
-                last_unit = writer.plan[row.key]
+                last_unit = next(units_of) or last_unit
             planned.append((row, last_unit))
         # ... or after them, in a lot's beginning
         if isinstance(lot[0], Rejection):
@@ -162,25 +164,34 @@ def _pass(
             planned = [(row, unit) for row, unit in planned if (number, unit) in only]
         lot_work = _Lot(planned, writer, stats, first_time=only is None)
         held |= {(number, unit) for unit in (yield from lot_work.work(claims))}
-    raise AssertionError("a file ends")
+    return held
 
 
 class _UnitNumbers:
     """Numbers of new units: above every one in the plan, also those that other processes made."""
 
-    def __init__(self, plan: Mapping[str, str]) -> None:
-        self._plan = plan
+    def __init__(self, ledger: Ledger) -> None:
+        self._units = ledger.units
         self._seen = 0
         self._highest = -1
 
     def next(self) -> int:
         """Return the lowest number above all units that are planned by now."""
-        for unit in itertools.islice(self._plan.values(), self._seen, None):
+        for unit in self._units[self._seen :]:
             match = _UNIT.fullmatch(unit)
             if match:
                 self._highest = max(self._highest, int(match[1]))
-        self._seen = len(self._plan)
+            self._seen += 1
         return self._highest + 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _PlannedRow:
+    """A row with its unit, and its key's number in the ledger."""
+
+    row: Prompt | Rejection
+    unit: str
+    number: int
 
 
 class _Lot:
@@ -194,18 +205,24 @@ class _Lot:
         *,
         first_time: bool,
     ) -> None:
-        self._rows = rows
         self._writer = writer
+        self._ledger = writer.ledger
         self._stats = stats
+        keys = [row.key if isinstance(row, Prompt) else row.prompt_key for row, _ in rows]
+        self._rows = [
+            _PlannedRow(row=row, unit=unit, number=number)
+            for (row, unit), number in zip(rows, self._ledger.numbers(keys), strict=True)
+        ]
         if not first_time:
             return
-        for row, _ in rows:
-            if isinstance(row, Rejection):
+        for planned in self._rows:
+            if isinstance(planned.row, Rejection):
                 stats.rejected += 1
             else:
+                asked = planned.row.sampling.n
                 stats.prompts += 1
-                stats.asked += row.sampling.n
-                stats.already_committed += row.sampling.n - len(self._missing(row))
+                stats.asked += asked
+                stats.already_committed += asked - len(self._missing(planned))
 
     def work(self, claims: Claims) -> Generator[WorkItem, None, list[str]]:
         """Yield the work of the units that can be had.
@@ -213,7 +230,7 @@ class _Lot:
         Returns:
             The units that others hold.
         """
-        units = list(dict.fromkeys(unit for _, unit in self._rows))
+        units = list(dict.fromkeys(planned.unit for planned in self._rows))
         before = {unit: self._left(unit) for unit in units}
         idle = [unit for unit in units if before[unit] == 0 and not self._unrecorded(unit)]
         if len(idle) == len(units):
@@ -236,64 +253,55 @@ class _Lot:
 
     def _items(self, units: Sequence[str]) -> Iterator[WorkItem]:
         chosen = set(units)
-        rows = [(row, unit) for row, unit in self._rows if unit in chosen]
-        last_row = {unit: i for i, (_, unit) in enumerate(rows)}
+        rows = [planned for planned in self._rows if planned.unit in chosen]
+        last_row = {planned.unit: i for i, planned in enumerate(rows)}
         for unit in last_row:
             yield UnitOpened(unit=unit)
-        for i, (row, unit) in enumerate(rows):
-            if isinstance(row, Rejection):
-                yield SetAside(unit=unit, rejection=row)
-            elif missing := self._missing(row):
-                yield Missing(unit=unit, prompt=row, sample_indices=missing)
-            if i == last_row[unit]:
-                yield UnitClosed(unit=unit)
+        for i, planned in enumerate(rows):
+            if isinstance(planned.row, Rejection):
+                yield SetAside(unit=planned.unit, rejection=planned.row)
+            elif missing := self._missing(planned):
+                yield Missing(unit=planned.unit, prompt=planned.row, sample_indices=tuple(missing))
+            if i == last_row[planned.unit]:
+                yield UnitClosed(unit=planned.unit)
 
-    def _missing(self, prompt: Prompt) -> tuple[int, ...]:
-        writer = self._writer
-        if (prompt.key, None) in writer.set_aside_since:
-            return ()
-        keys = ((prompt.key, index) for index in range(prompt.sampling.n))
-        return tuple(
-            key[1]
-            for key in keys
-            if key not in writer.covered and key not in writer.set_aside_since
-        )
+    def _of(self, unit: str) -> list[_PlannedRow]:
+        return [planned for planned in self._rows if planned.unit == unit]
+
+    def _missing(self, planned: _PlannedRow) -> list[int]:
+        """List the samples of a prompt that nobody has committed or set aside."""
+        number, ledger = planned.number, self._ledger
+        if isinstance(planned.row, Rejection) or ledger.set_aside_since(number):
+            return []
+        missing = ledger.missing(number, planned.row.sampling.n)
+        return [index for index in missing if not ledger.set_aside_since(number, index)]
 
     def _left(self, unit: str) -> int:
-        return sum(
-            len(self._missing(row))
-            for row, of in self._rows
-            if of == unit and isinstance(row, Prompt)
-        )
+        return sum(len(self._missing(planned)) for planned in self._of(unit))
 
     def _unrecorded(self, unit: str) -> bool:
-        known = self._writer.rejected_prompts
         return any(
-            isinstance(row, Rejection) and row.prompt_key not in known
-            for row, of in self._rows
-            if of == unit
+            isinstance(planned.row, Rejection) and not self._ledger.is_set_aside(planned.number)
+            for planned in self._of(unit)
         )
 
     def _count_elsewhere(self, unit: str, before: int) -> None:
         """Count what other processes did of a unit since its rows were first looked at."""
+        ledger, stats = self._ledger, self._stats
         done = before - self._left(unit)
-        for row, of in self._rows:
-            if of != unit or isinstance(row, Rejection):
+        for planned in self._of(unit):
+            if isinstance(planned.row, Rejection):
                 continue
-            keys = [(row.key, index) for index in range(row.sampling.n)]
-            if (row.key, None) in self._writer.set_aside_since:
-                left = sum(key not in self._writer.covered for key in keys)
-                self._stats.rejected_elsewhere += 1
-                self._stats.asked -= left
-                done -= left
+            missing = ledger.missing(planned.number, planned.row.sampling.n)
+            if ledger.set_aside_since(planned.number):
+                stats.rejected_elsewhere += 1
+                stats.asked -= len(missing)
+                done -= len(missing)
                 continue
-            failed = sum(
-                key in self._writer.set_aside_since and key not in self._writer.covered
-                for key in keys
-            )
-            self._stats.failed_elsewhere += failed
+            failed = sum(ledger.set_aside_since(planned.number, index) for index in missing)
+            stats.failed_elsewhere += failed
             done -= failed
-        self._stats.elsewhere += done
+        stats.elsewhere += done
 
 
 def group_id(fingerprint: str, prompt_key: str) -> str:

@@ -52,6 +52,11 @@ def stored_ids(view: DatasetView) -> list[str]:
     return found
 
 
+def covered(writer: DatasetWriter, prompts: str, most: int = 8) -> set[tuple[str, int]]:
+    """What a writer says is committed of these prompts."""
+    return {(p, i) for p in prompts.split() for i in range(most) if writer.covers(p, i)}
+
+
 def data_files(storage: Storage) -> list[str]:
     """Every file in the data folder."""
     return [f"data/{base}" for base in storage.list("data")]

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from synthetic import make_record, make_rejection, make_row, plan
 
 from rollout.cli import main
-from rollout.dataset import DatasetWriter
+from rollout.dataset import DatasetWriter, read_dataset
 from rollout.errors import DatasetError
 from rollout.inspect import InspectReport, format_report, inspect_dataset
 from rollout.rows import RolloutRow
@@ -108,7 +108,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Rollou
         [*rows["p05"], *rows["p06"], *rows["p07"]],
         [make_rejection("p09"), *(make_rejection("p07", index) for index in (1, 2, 3))],
     )
-    assert all(len(record.row_groups) > 1 for record in writer.commits)
+    assert all(len(record.row_groups) > 1 for record in read_dataset(writer.storage).shards)
     return path, [row for group in rows.values() for row in group]
 
 

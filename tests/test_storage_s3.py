@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dataset_tools import data_files, open_writer, rows_of, stored_ids
+from dataset_tools import covered, data_files, open_writer, rows_of, stored_ids
 from s3_server import s3_server
 from synthetic import make_rejection, plan, realistic_rows
 
@@ -123,7 +123,7 @@ def test_dataset_with_a_race_an_orphan_and_a_resume(
     assert stored_ids(view) == ["a.0", "a.1", "b.0", "b.1", "c.0", "c.1"]
     assert [item.prompt_key for item in view.rejected] == ["x", "y"]
     resumed = open_writer(other)
-    assert resumed.covered == {(p, i) for p in "abc" for i in (0, 1)}
+    assert covered(resumed, "a b c") == {(p, i) for p in "abc" for i in (0, 1)}
     assert resumed.remove_orphans() == 2
     assert data_files(storage) == [commit.file for commit in view.commits]
 

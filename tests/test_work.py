@@ -213,8 +213,11 @@ def test_two_processes_that_plan_at_once_agree(project: Project) -> None:
     assert found == ["u0: x[01] a[01]", "u0: c[01]", "u1: b[01]", "u2: y[01]"]
     stored = read_dataset(Storage.open(str(project.output), {})).plan
     units = {entry.prompt_key: entry.unit for entry in stored}
-    assert units == dict(second.plan)
-    assert {key: units[key] for key in first.plan} == dict(first.plan)
+    assert second.ledger.units_of(list(units)) == list(units.values())
+    assert len(units) == second.ledger.num_planned == 5
+    known = first.ledger.units_of(list(units))
+    assert first.ledger.num_planned == 3
+    assert all(mine in (None, unit) for mine, unit in zip(known, units.values(), strict=True))
 
 
 def test_rejected_rows_go_with_the_prompt_before_them(project: Project) -> None:
@@ -265,7 +268,7 @@ def test_reading_goes_no_further_than_a_lot(project: Project) -> None:
     writer = project.writer()
     items = missing_work(project.config(), writer, WorkStats(), lot_prompts=4)
     next(items)
-    assert len(writer.plan) == 4
+    assert writer.ledger.num_planned == 4
 
 
 def test_ids_and_seeds_are_stable_and_apart() -> None:

@@ -1,0 +1,200 @@
+"""Numbers for keys, held as digests in numpy arrays: 20 bytes a key, whatever its length.
+
+A job knows millions of prompts; as Python strings in dicts each would cost hundreds of bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+# runs are merged up to this many keys: larger ones would be copied too often
+_LARGEST_RUN: Final = 2**18
+_GROWTH: Final = 2**15
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    """Keys sorted by the first half of their digest."""
+
+    high: NDArray[np.uint64]
+    low: NDArray[np.uint64]
+    numbers: NDArray[np.int32]
+
+
+class KeyTable:
+    """Numbers distinct keys 0, 1, 2... in the order in which they are added.
+
+    Keys are told apart by 128 bits of BLAKE2b. Call it with many keys at once; it may be used from
+    several threads.
+    """
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._runs: list[_Run] = []
+        self._size = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return self._size
+
+    def find(self, keys: Sequence[str]) -> NDArray[np.int32]:
+        """Look keys up.
+
+        Args:
+            keys: N keys.
+
+        Returns:
+            [N] int32 numbers; -1 for a key that was never added.
+        """
+        digests = _digests(keys)
+        with self._lock:
+            return self._find(digests)
+
+    def add(self, keys: Sequence[str]) -> NDArray[np.int32]:
+        """Look keys up, and number those that are new.
+
+        Args:
+            keys: N keys, also repeated ones.
+
+        Returns:
+            [N] int32 numbers.
+        """
+        digests = _digests(keys)
+        with self._lock:
+            numbers = self._find(digests)
+            self._number_new(digests, numbers)
+        return numbers
+
+    def _number_new(self, digests: NDArray[np.uint64], numbers: NDArray[np.int32]) -> None:
+        """Replace each -1 by a new number."""
+        new: dict[tuple[int, int], int] = {}
+        for i in np.flatnonzero(numbers < 0).tolist():
+            high, low = digests[i].tolist()
+            numbers[i] = new.setdefault((high, low), self._size + len(new))
+        if not new:
+            return
+        added = np.array(list(new), np.uint64).reshape(-1, 2)
+        order = np.argsort(added[:, 0], kind="stable")
+        self._insert(
+            _Run(
+                high=added[order, 0],
+                low=added[order, 1],
+                numbers=(self._size + order).astype(np.int32),
+            )
+        )
+        self._size += len(new)
+
+    def _find(self, digests: NDArray[np.uint64]) -> NDArray[np.int32]:
+        numbers = np.full(len(digests), -1, np.int32)
+        for run in self._runs:
+            left = np.flatnonzero(numbers < 0)
+            at = np.searchsorted(run.high, digests[left, 0])
+            # more than one look only where the first halves of two digests agree
+            while left.size:
+                inside = at < run.high.size
+                left, at = left[inside], at[inside]
+                same = run.high[at] == digests[left, 0]
+                left, at = left[same], at[same]
+                hit = run.low[at] == digests[left, 1]
+                numbers[left[hit]] = run.numbers[at[hit]]
+                left, at = left[~hit], at[~hit] + 1
+        return numbers
+
+    def _insert(self, run: _Run) -> None:
+        """Add a run, merged with those before it that are not much larger."""
+        while self._runs:
+            last = self._runs[-1]
+            total = last.high.size + run.high.size
+            if last.high.size > 2 * run.high.size or total > _LARGEST_RUN:
+                break
+            del self._runs[-1]
+            run = _merged(last, run)
+        self._runs.append(run)
+
+
+class Column:
+    """A number for each key of a table, 0 until it is set; grows with the table.
+
+    Args:
+        dtype: numpy's name of the type.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        self._values = np.zeros(0, dtype)
+
+    def __getitem__(self, number: int) -> int:
+        return int(self._values[number]) if number < self._values.size else 0
+
+    def __setitem__(self, number: int, value: int) -> None:
+        if number >= self._values.size:
+            # in place, since a copy would need the memory twice; nobody else holds the array
+            self._values.resize((number // _GROWTH + 1) * _GROWTH, refcheck=False)
+        self._values[number] = value
+
+
+class IdSet:
+    """A set of strings by 64 bits of their digests: 8 bytes each, for what is checked again."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._runs: list[NDArray[np.uint64]] = []
+
+    def add(self, ids: Sequence[str]) -> list[int]:
+        """Add strings.
+
+        Args:
+            ids: N strings.
+
+        Returns:
+            Indices of those that may have been added before, also earlier in this call: all that
+            were, and one in 2**64 / (strings so far) others.
+        """
+        digests = _digests(ids)[:, 0]
+        known = np.zeros(len(digests), bool)
+        for run in self._runs:
+            at = np.minimum(np.searchsorted(run, digests), run.size - 1)
+            known |= run[at] == digests
+        unique, first = np.unique(digests, return_index=True)
+        repeated = np.ones(len(digests), bool)
+        repeated[first] = False
+        if unique.size:
+            self._insert(unique)
+        found: list[int] = np.flatnonzero(known | repeated).tolist()
+        return found
+
+    def _insert(self, run: NDArray[np.uint64]) -> None:
+        while self._runs:
+            last = self._runs[-1]
+            if last.size > 2 * run.size or last.size + run.size > _LARGEST_RUN:
+                break
+            del self._runs[-1]
+            run = np.concatenate([last, run])
+            run.sort(kind="stable")
+        self._runs.append(run)
+
+
+def _digests(keys: Sequence[str]) -> NDArray[np.uint64]:
+    """Digest keys to [N, 2] uint64."""
+    joined = b"".join(
+        hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        for key in keys
+    )
+    return np.frombuffer(joined, "<u8").reshape(-1, 2)
+
+
+def _merged(first: _Run, second: _Run) -> _Run:
+    high = np.concatenate([first.high, second.high])
+    # on two sorted runs a merge, not a sort
+    order = np.argsort(high, kind="stable")
+    return _Run(
+        high=high[order],
+        low=np.concatenate([first.low, second.low])[order],
+        numbers=np.concatenate([first.numbers, second.numbers])[order],
+    )
