@@ -114,7 +114,8 @@ class Run:
         exhausted = False
         while not exhausted or not self._window.empty:
             self._check()
-            while not exhausted and self._window.num_in_flight < self._room():
+            room = self._room()
+            while not exhausted and self._window.num_in_flight < room:
                 try:
                     request = next(requests)
                 except StopIteration:
@@ -123,10 +124,12 @@ class Run:
                 if request is None:
                     break  # others hold what is left
                 self._start(request)
+                if room == 1:
+                    room = self._room()  # the engine is there now, and says how much it takes
             if self._window.empty:
                 if not exhausted:
                     # nothing to step: only a commit can make room, or another process
-                    if self._room() == 0:
+                    if room == 0:
                         self._units.flush()
                     time.sleep(_IDLE_SECONDS)
             else:
@@ -293,7 +296,7 @@ class Run:
         row = self._finisher.row(whole.request, whole.finished, whole.token_ids, whole.captured)
         self._finished += 1
         self._tokens += len(whole.token_ids)
-        self._entries += 0 if row.support_entries is None else row.support_entries.size
+        self._entries += row.num_entries
         self._units.add(whole.request.unit, row)
 
     def _show(self) -> None:

@@ -260,20 +260,19 @@ class Storage:
 
         return self._call("list", folder, listed, DatasetError)
 
-    def exists(self, name: str) -> bool:
-        """Look for a file, past any cache.
+    def size(self, name: str) -> int | None:
+        """Ask for a file's bytes, past any cache; None where there is no file.
 
         Raises:
             DatasetError: the storage does not answer.
         """
 
-        def look() -> bool:
+        def look() -> int | None:
             self._fs.invalidate_cache()
             try:
-                self._fs.info(self._path(name))
+                return int(self._fs.info(self._path(name))["size"])
             except FileNotFoundError:
-                return False
-            return True
+                return None
 
         return self._call("look for", name, look, DatasetError)
 

@@ -40,12 +40,12 @@ class FakeEngine:
     """Steps, over all engines of the process, at which it dies."""
     steps = 0
     started = 0
+    max_num_seqs = 4
 
     def __init__(self, *_: Any, **arguments: Any) -> None:
         type(self).started += 1
         self.seed = arguments.get("seed")
         self.max_model_len = 64
-        self.max_num_seqs = 4
         self._names = itertools.count()
         self._queue: dict[str, tuple[str, int]] = {}
         self._spool: SpoolWriter | None = None

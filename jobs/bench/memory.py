@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
+SAMPLES = 1
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 
 
@@ -23,7 +24,7 @@ def measure(num_prompts: int, folder: Path) -> dict[str, float]:
     """Run one job in this process.
 
     Args:
-        num_prompts: rows of the prompts file; 4 rollouts each.
+        num_prompts: rows of the prompts file.
         folder: for prompts and output.
     """
     sys.path.insert(0, str(TESTS))
@@ -32,7 +33,7 @@ def measure(num_prompts: int, folder: Path) -> dict[str, float]:
     from rollout.pipeline import generate
 
     prompts = write_ids(folder / "prompts.jsonl", num_prompts)
-    config = fake_job(prompts, folder / "out", sampling={"n": 4, "max_tokens": 8})
+    config = fake_job(prompts, folder / "out", sampling={"n": SAMPLES, "max_tokens": 1})
     first: list[float] = []
     with fake_engine() as engine:
         stock = engine.step
@@ -42,10 +43,11 @@ def measure(num_prompts: int, folder: Path) -> dict[str, float]:
                 first.append(time.monotonic())
             return stock(self)  # type: ignore[arg-type]
 
+        engine.max_num_seqs = 64
         engine.step = step  # type: ignore[method-assign, assignment]
         start = time.monotonic()
         summary = generate(config, show_progress=False)
-    assert summary.rollouts_committed == 4 * num_prompts
+    assert summary.rollouts_committed == SAMPLES * num_prompts
     return {
         "prompts": num_prompts,
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
