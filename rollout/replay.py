@@ -274,7 +274,7 @@ class Trainer:
         """Sample with a checkpoint, by the same command as always, and log the mean reward."""
         assert self.config.evaluation is not None
         data = self._output / "evaluation" / folder.name
-        command = [sys.executable, "-c", "from rollout.cli import main; main()", "generate"]
+        command = [sys.executable, "-m", "rollout", "generate"]
         command += ["--config", self.config.evaluation.job, "--set", f"model.path={folder}"]
         command += ["--set", f"output.path={data}"]
         if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
