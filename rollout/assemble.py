@@ -2,11 +2,13 @@
 
 Rows are keyed (internal request id, output position) and the last write wins, since a preempted
 request computes positions again. A rollout is whole once the engine has returned it and every one
-of its positions is there with the token that was returned; a hole or a mismatch fails it.
+of its positions is there with the token that was returned; a hole or a mismatch fails it. Entries
+are not touched: of each token it is noted where in the spool they are.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -16,8 +18,10 @@ import numpy.typing as npt
 
 from rollout import spool
 from rollout.capture import request as kinds
+from rollout.captured_rows import HOLE, CapturedRows
 from rollout.errors import EngineError
-from rollout.spool import StepBlock
+from rollout.spool import StoredStep
+from rollout.spool_entries import SEGMENT_BITS, HeldSegments, SpooledEntries
 
 _REASONS = {
     spool.FLAG_NONFINITE: ("bad_numerics", "NaN or +inf among the logits"),
@@ -27,6 +31,7 @@ _REASONS = {
 }
 # ids whose late rows are still recognised; a late row comes within a few steps
 _CLOSED_IDS = 100_000
+_SPARSE = 0.5  # a segment of which less is needed is worth the copy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,22 +53,12 @@ class CapturedTokens:
     """[T] nats."""
     support_offsets: npt.NDArray[np.int64] | None
     """[T + 1]."""
-    support_entries: npt.NDArray[np.uint64] | None
-    """[E] packed, rows in the order of the kernel."""
+    entries: SpooledEntries | None
+    """Where the E packed entries are, rows in the order of the kernel; null for `none`."""
     tail_mass: npt.NDArray[np.float32] | None
     """[T]."""
     draw_entries: npt.NDArray[np.uint64] | None
     """[T * K] packed."""
-
-
-@dataclass(kw_only=True, slots=True)
-class _Row:
-    sampled: int
-    kind: int
-    logprob: float
-    tail_mass: float
-    entries: npt.NDArray[np.uint64]
-    draws: npt.NDArray[np.uint64]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -90,25 +85,48 @@ class Assembler:
     capacity: int
     """Entries of a step, for the message of an overflow."""
     stats: CaptureStats = field(default_factory=CaptureStats)
-    _rows: dict[str, dict[int, _Row]] = field(default_factory=dict)
-    _bytes: dict[str, int] = field(default_factory=dict)
+    _rows: dict[str, CapturedRows] = field(default_factory=dict)
     _closed: set[str] = field(default_factory=set)
     _closed_order: deque[str] = field(default_factory=deque)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the entries held for requests in work."""
-        return sum(self._bytes.values())
-
     def widest(self) -> str | None:
         """Return the request in work that holds the most entries."""
-        return max(self._bytes, key=self._bytes.__getitem__, default=None)
+        rows = self._rows
+        return max(rows, key=lambda request_id: rows[request_id].num_entries, default=None)
 
-    def feed(self, blocks: Iterable[StepBlock]) -> Iterator[Failure]:
+    def compact(self, segments: HeldSegments) -> None:
+        """Let segments go that only a few requests in work still need.
+
+        Args:
+            segments: of the spool that is read.
+
+        Raises:
+            OSError: the disk takes no more.
+        """
+        sparse = np.array(segments.sparse(_SPARSE), np.int64)
+        found: list[tuple[CapturedRows, npt.NDArray[np.int64]]] = []
+        for rows in self._rows.values():
+            if rows.segments is segments:
+                addresses = np.array(rows.addresses, np.int64)
+                at = np.flatnonzero(
+                    np.isin(addresses >> SEGMENT_BITS, sparse) & (np.array(rows.counts) > 0)
+                )
+                if at.size:
+                    found.append((rows, at))
+        if not found:
+            return
+        addresses = np.concatenate([np.array(rows.addresses, np.int64)[at] for rows, at in found])
+        counts = np.concatenate([np.array(rows.counts, np.int32)[at] for rows, at in found])
+        moved = iter(segments.move(addresses, counts).tolist())
+        for rows, at in found:
+            for position in at.tolist():
+                rows.addresses[position] = next(moved)
+
+    def feed(self, blocks: Iterable[StoredStep]) -> Iterator[Failure]:
         """Take in steps.
 
         Args:
-            blocks: steps in order; their arrays are copied where they are kept.
+            blocks: steps in order.
 
         Yields:
             requests that can't be recorded, for the caller to abort and `close`.
@@ -131,16 +149,25 @@ class Assembler:
         Returns:
             null while rows are still missing: feed more, or give up with `missing`.
         """
-        rows = self._rows.get(request_id, {})
-        if any(position not in rows for position in range(len(token_ids))):
+        rows = self._rows.get(request_id)
+        num_tokens = len(token_ids)
+        if rows is None:
+            if num_tokens:
+                return None
+            rows = CapturedRows(HeldSegments(""))
+        if len(rows.kinds) < num_tokens or HOLE in rows.kinds[:num_tokens]:
             return None
+        result = _assemble(request_id, rows, token_ids)
+        if isinstance(result, CapturedTokens) and result.entries is not None:
+            rows.release(num_tokens)  # sampled before the engine saw the end
+            self._rows.pop(request_id, None)  # the entries are the caller's now
         self.close(request_id)
-        return _assemble(request_id, [rows[i] for i in range(len(token_ids))], token_ids)
+        return result
 
     def missing(self, request_id: str, num_tokens: int) -> Failure:
         """Close a request whose rows never came, and say which."""
-        rows = self._rows.get(request_id, {})
-        holes = [position for position in range(num_tokens) if position not in rows]
+        rows = self._rows.get(request_id)
+        holes = list(range(num_tokens)) if rows is None else rows.holes(num_tokens)
         self.close(request_id)
         return Failure(
             request_id=request_id,
@@ -151,25 +178,31 @@ class Assembler:
 
     def close(self, request_id: str) -> None:
         """Forget a request; rows that still come for it are counted and dropped."""
-        self._rows.pop(request_id, None)
-        self._bytes.pop(request_id, None)
+        rows = self._rows.pop(request_id, None)
+        if rows is not None:
+            rows.release(0)
         if request_id not in self._closed:
             self._closed.add(request_id)
             self._closed_order.append(request_id)
             if len(self._closed_order) > _CLOSED_IDS:
                 self._closed.discard(self._closed_order.popleft())
 
-    def _feed_block(self, block: StepBlock) -> Iterator[Failure]:
+    def _feed_block(self, block: StoredStep) -> Iterator[Failure]:
         stats = self.stats
         stats.steps += 1
         stats.waited += block.waited
         stats.largest_step = max(stats.largest_step, block.need)
         counts = np.where(block.flags & spool.FLAG_OVERFLOW, 0, block.counts)
-        bounds = [0, *np.cumsum(counts, dtype=np.int64).tolist()]
-        if bounds[-1] != block.entries.size:
+        ends = np.cumsum(counts, dtype=np.int64)
+        total = int(ends[-1]) if ends.size else 0
+        if total != block.num_entries:
             raise EngineError(
-                f"step {block.step} holds {block.entries.size} entries, its rows say {bounds[-1]}"
+                f"step {block.step} holds {block.num_entries} entries, its rows say {total}"
             )
+        addresses = block.address + 8 * (ends - counts)
+        # all of it until it is known which rows nobody wants
+        block.segments.hold(block.segment, 8 * total)
+        dropped: list[int] = []
         columns = zip(
             block.request_ids,
             block.positions.tolist(),
@@ -178,38 +211,37 @@ class Assembler:
             block.flags.tolist(),
             block.sampled_logprobs.tolist(),
             block.tail_mass.tolist(),
-            bounds[:-1],
-            bounds[1:],
+            addresses.tolist(),
+            counts.tolist(),
+            block.draws if block.draws.size else itertools.repeat(None, len(block.request_ids)),
             strict=True,
         )
         for i, row in enumerate(columns):
-            request_id, position, sampled, kind, flags, logprob, tail, start, end = row
+            request_id, position, sampled, kind, flags, logprob, tail, address, count, draws = row
             if kind == kinds.SKIP:
+                dropped.append(i)
                 continue
             if request_id in self._closed:
                 stats.late_rows += 1
+                dropped.append(i)
                 continue
             if flags:
+                dropped.append(i)
                 yield self._failure(block, i, request_id, position, flags)
                 continue
-            rows = self._rows.setdefault(request_id, {})
-            replaced = rows.get(position)
-            stats.replaced_rows += replaced is not None
-            stats.rows += 1
-            stats.entries += end - start
-            grown = 8 * (end - start) - (replaced.entries.nbytes if replaced else 0)
-            self._bytes[request_id] = self._bytes.get(request_id, 0) + grown
-            rows[position] = _Row(
-                sampled=sampled,
-                kind=kind,
-                logprob=logprob,
-                tail_mass=tail,
-                entries=block.entries[start:end].copy(),
-                draws=block.draws[i].copy(),
+            rows = self._rows.get(request_id)
+            if rows is None:
+                rows = self._rows[request_id] = CapturedRows(block.segments)
+            stats.replaced_rows += rows.put(
+                position, sampled, kind, logprob, tail, address, count, draws
             )
+            stats.rows += 1
+            stats.entries += count
+        if dropped:
+            block.segments.release(addresses[dropped], counts[dropped])
 
     def _failure(
-        self, block: StepBlock, row: int, request_id: str, position: int, flags: int
+        self, block: StoredStep, row: int, request_id: str, position: int, flags: int
     ) -> Failure:
         if flags & spool.FLAG_OVERFLOW:
             reason = "support_overflow"
@@ -242,9 +274,10 @@ def _next_power(value: int) -> int:
 
 
 def _assemble(
-    request_id: str, rows: list[_Row], token_ids: npt.NDArray[np.int32]
+    request_id: str, rows: CapturedRows, token_ids: npt.NDArray[np.int32]
 ) -> CapturedTokens | Failure:
-    sampled = np.array([row.sampled for row in rows], np.int32)
+    count = len(token_ids)
+    sampled = np.array(rows.sampled[:count], np.int32)
     wrong = np.flatnonzero(sampled != token_ids)
     if wrong.size:
         first = int(wrong[0])
@@ -253,32 +286,35 @@ def _assemble(
             reason="token_mismatch",
             detail=f"token {first}: captured id {sampled[first]}, returned id {token_ids[first]}",
         )
-    row_kinds = {row.kind for row in rows}
+    row_kinds = set(rows.kinds[:count])
     kept = row_kinds <= {kinds.KEPT, kinds.GREEDY}
     if not kept and len(row_kinds) > 1:
         detail = f"kinds {sorted(row_kinds)} in one rollout"
         return Failure(request_id=request_id, reason="mixed_kinds", detail=detail)
-    none = row_kinds == {kinds.NONE}
-    draws = np.concatenate([row.draws for row in rows]) if rows and rows[0].draws.size else None
-    logprobs = np.array([row.logprob for row in rows], np.float32)
-    if none:
+    drawn = [draws for draws in rows.draws[:count] if draws is not None]
+    draw_entries = np.concatenate(drawn) if drawn else None
+    logprobs = np.array(rows.logprobs[:count], np.float32)
+    if row_kinds == {kinds.NONE}:
         return CapturedTokens(
             support_kind="none",
             sampled_logprobs=logprobs,
             support_offsets=None,
-            support_entries=None,
+            entries=None,
             tail_mass=None,
-            draw_entries=draws,
+            draw_entries=draw_entries,
         )
-    offsets = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum([row.entries.size for row in rows], out=offsets[1:])
+    counts = np.array(rows.counts[:count], np.int32)
+    offsets = np.zeros(count + 1, np.int64)
+    np.cumsum(counts, out=offsets[1:])
     return CapturedTokens(
         support_kind="kept" if kept else "top",
         sampled_logprobs=logprobs,
         support_offsets=offsets,
-        support_entries=np.concatenate([row.entries for row in rows])
-        if rows
-        else np.empty(0, np.uint64),
-        tail_mass=np.array([row.tail_mass for row in rows], np.float32),
-        draw_entries=draws,
+        entries=SpooledEntries(
+            segments=rows.segments,
+            addresses=np.array(rows.addresses[:count], np.int64),
+            counts=counts,
+        ),
+        tail_mass=np.array(rows.tails[:count], np.float32),
+        draw_entries=draw_entries,
     )

@@ -1,8 +1,8 @@
 """Commits in the background: checking, packing order, Parquet, verification and upload.
 
-All of it is work of numpy, Arrow and the storage, which let go of the interpreter's lock, so that
-threads beside the loop that feeds the engine are enough. Parts of one unit are committed one after
-the other, units side by side.
+Threads wait for the processes that do the work (`rollout.part_pool`) and for the storage. Parts of
+one unit are committed one after the other, units side by side. Entries stay in the spool until they
+are committed or kept.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 
 from rollout.dataset import DatasetWriter
 from rollout.errors import DatasetError, OutputError, RolloutError
+from rollout.part_pool import Part, PartPool
+from rollout.part_work import BadRow
 from rollout.pending import PendingParts
-from rollout.rows import BadRowError, Rejection, RolloutRow, check_row
+from rollout.rows import Rejection, RolloutRow
 from rollout.schema.records import CommitRecord
 from rollout.storage_errors import may_pass
 
@@ -89,6 +91,7 @@ class Committer:
         self._retry_seconds = retry_seconds
         self._last_seconds = last_seconds
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="rollout-commit")
+        self._parts = PartPool()
         self._lock = threading.Condition()
         self._waiting: dict[str, deque[_Part]] = {}
         self._pending = 0
@@ -101,7 +104,7 @@ class Committer:
 
     @property
     def pending_bytes(self) -> int:
-        """Raw bytes handed over and neither committed nor kept on the disk."""
+        """Bytes in memory of what is neither committed nor kept on the disk."""
         return self._pending_bytes
 
     def commit(self, unit: str, rows: Sequence[RolloutRow], rejected: Sequence[Rejection]) -> None:
@@ -115,7 +118,7 @@ class Committer:
         Raises:
             RolloutError: an earlier commit failed, and there is no folder to keep this one in.
         """
-        size = sum(row.num_bytes for row in rows)
+        size = sum(row.memory_bytes for row in rows)
         self._hand_over(_Part(unit=unit, rows=rows, rejected=rejected, num_bytes=size))
 
     def finish(self, unit: str) -> None:
@@ -163,6 +166,7 @@ class Committer:
     def close(self) -> None:
         """End the threads; call `wait` before."""
         self._pool.shutdown()
+        self._parts.close()
 
     def _hand_over(self, part: _Part) -> None:
         with self._lock:
@@ -199,23 +203,30 @@ class Committer:
             if self._error is None and self._outage is None:
                 self._on_done(part.unit)
             return
-        good, rejected = self._checked(part)
+        with self._parts.part(part.rows) as work:
+            self._commit_work(part, work)
+        for row in part.rows:
+            if row.stored_entries is not None:
+                row.stored_entries.release()
+
+    def _commit_work(self, part: _Part, work: Part) -> None:
+        good, rejected = self._checked(part, work)
         pending = self._pending_parts
         stuck = self._error or self._outage
         if stuck is None or pending is None:
             try:
-                self._commit(part.unit, good, rejected)
+                self._commit(part.unit, good, rejected, work)
                 return
             except (OutputError, DatasetError) as error:
                 if pending is None:
                     raise
                 self._out(error)
         assert pending is not None
-        if self._save(pending, part.unit, good, rejected):
+        if self._save(pending, part.unit, good, rejected, work):
             return
         # no room, so the rollouts stay in memory and no more are admitted, until the output is back
         _log.warning("%s is full: waiting for the output", pending.folder)
-        self._commit(part.unit, good, rejected)
+        self._commit(part.unit, good, rejected, work)
 
     def _out(self, error: RolloutError) -> None:
         """Note that the output takes nothing, and see to it that it is asked again."""
@@ -238,9 +249,10 @@ class Committer:
         unit: str,
         rows: Sequence[RolloutRow],
         rejected: Sequence[Rejection],
+        work: Part,
     ) -> bool:
         try:
-            saved = pending.save(unit, rows, rejected)
+            saved = pending.save(unit, rows, rejected, work.write)
         except OSError as error:
             raise OutputError(
                 f"output: takes nothing, and {pending.folder} neither: {error}"
@@ -287,35 +299,32 @@ class Committer:
                     self._uploader = None
                     return
 
-    def _checked(self, part: _Part) -> tuple[list[RolloutRow], list[Rejection]]:
-        good, rejected = [], list(part.rejected)
-        for row in part.rows:
-            try:
-                check_row(row)
-            except BadRowError as error:
-                rejected.append(self._reject(row, error))
-            else:
-                good.append(row)
+    def _checked(self, part: _Part, work: Part) -> tuple[list[RolloutRow], list[Rejection]]:
+        bad = {row.index for row in work.bad_rows}
+        good = [row for index, row in enumerate(part.rows) if index not in bad]
+        rejected = [*part.rejected, *(self._reject(part.rows[b.index], b) for b in work.bad_rows)]
         with self._lock:
             self.stats.bad_rows.update(r.reason for r in rejected[len(part.rejected) :])
         return good, rejected
 
-    def _commit(self, unit: str, rows: list[RolloutRow], rejected: list[Rejection]) -> None:
-        record = self._writer.commit_part(unit, rows, rejected)
+    def _commit(
+        self, unit: str, rows: list[RolloutRow], rejected: list[Rejection], work: Part
+    ) -> None:
+        record = self._writer.commit_part(unit, rows, rejected, work.write)
         with self._lock:
             self.stats.covered += len(rows) - (0 if record is None else record.rows)
         if record is not None:
             self._count(record)
 
-    def _reject(self, row: RolloutRow, error: BadRowError) -> Rejection:
+    def _reject(self, row: RolloutRow, bad: BadRow) -> Rejection:
         return Rejection(
             prompt_key=row.prompt_key,
             prompt_id=row.prompt_id,
             sample_index=row.sample_index,
             file=self._prompts_path,
             stage="capture",
-            reason=error.reason,
-            detail=error.detail,
+            reason=bad.reason,
+            detail=bad.detail,
             num_prompt_tokens=row.prompt_token_ids.size,
         )
 

@@ -23,10 +23,11 @@ from rollout.dataset_view import DatasetView, read_dataset
 from rollout.errors import OutputError
 from rollout.ledger import Ledger
 from rollout.local_files import scratch_file
+from rollout.part_work import WriteShard, write_verified
 from rollout.rows import PlanEntry, Rejection, RolloutRow
 from rollout.schema import layout
 from rollout.schema.records import CommitRecord, DatasetRecord, GroupRange
-from rollout.shard import ROW_GROUP_BYTES, ShardInfo, verify_shard, write_shard
+from rollout.shard import ROW_GROUP_BYTES, ShardInfo
 from rollout.sidecars import plan_bytes, read_plan_units, rejected_bytes
 from rollout.storage import Storage
 
@@ -151,7 +152,11 @@ class DatasetWriter:
                 self._read_new_plan()
 
     def commit_part(
-        self, unit: str, rows: Sequence[RolloutRow], rejected: Sequence[Rejection] = ()
+        self,
+        unit: str,
+        rows: Sequence[RolloutRow],
+        rejected: Sequence[Rejection] = (),
+        write: WriteShard = write_verified,
     ) -> CommitRecord | None:
         """Commit rollouts and rejections of one unit as its next part.
 
@@ -163,6 +168,7 @@ class DatasetWriter:
             unit: the unit that the plan gives the rows' prompts.
             rows: rollouts that passed `rollout.rows.check_row`.
             rejected: what was set aside.
+            write: writes the shard, and reads it back.
 
         Returns:
             The record, or None when nothing was left to commit.
@@ -186,7 +192,7 @@ class DatasetWriter:
                 refused = self._new_rejections(rejected, {row.key for row in left})
             if not left and not refused:
                 return None
-            record = self._upload(unit, part, _by_group(left), refused)
+            record = self._upload(unit, part, _by_group(left), refused, write)
             if self.storage.create_exclusive(layout.commit_name(unit, part), record.to_json()):
                 self._apply(record)
                 return record
@@ -248,12 +254,17 @@ class DatasetWriter:
         return list(new.values())
 
     def _upload(
-        self, unit: str, part: int, rows: list[RolloutRow], rejected: list[Rejection]
+        self,
+        unit: str,
+        part: int,
+        rows: list[RolloutRow],
+        rejected: list[Rejection],
+        write: WriteShard,
     ) -> CommitRecord:
         """Write, verify and upload a part's files; nothing counts until the record exists."""
         attempt = uuid.uuid4().hex[:16]
         file = layout.data_name(unit, part, attempt) if rows else None
-        info = self._upload_shard(file, rows) if file is not None else _EMPTY
+        info = self._upload_shard(file, rows, write) if file is not None else _EMPTY
         rejected_file = layout.rejected_name(unit, part, attempt) if rejected else None
         if rejected_file is not None:
             self.storage.write_bytes(
@@ -280,15 +291,12 @@ class DatasetWriter:
             created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
         )
 
-    def _upload_shard(self, file: str, rows: list[RolloutRow]) -> ShardInfo:
+    def _upload_shard(self, file: str, rows: list[RolloutRow], write: WriteShard) -> ShardInfo:
         folder = self._scratch or self.storage.scratch_folder()
         try:
             local = scratch_file(folder)
             try:
-                info = write_shard(
-                    local, rows, self.record.fingerprint, row_group_bytes=self._row_group_bytes
-                )
-                verify_shard(local, info, digests=False)
+                info = write(local, rows, self.record.fingerprint, self._row_group_bytes)
                 self.storage.put_file(local, file)
             finally:
                 local.unlink(missing_ok=True)
@@ -305,7 +313,7 @@ class DatasetWriter:
             known = self._parts.get(unit, [])
             if part < len(known):
                 return known[part]
-            void = self._upload(unit, len(known), [], [])
+            void = self._upload(unit, len(known), [], [], write_verified)
             name = layout.commit_name(unit, void.part)
             if self.storage.create_exclusive(name, void.to_json()):
                 self._apply(void)

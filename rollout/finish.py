@@ -79,7 +79,7 @@ class Finisher:
             policy_step=self._job.config.model.policy_step,
             support_kind=captured.support_kind,
             support_offsets=captured.support_offsets,
-            support_entries=captured.support_entries,
+            stored_entries=captured.entries,
             tail_mass=captured.tail_mass,
             draw_entries=captured.draw_entries,
             finish_reason=finished.finish_reason,

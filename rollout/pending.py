@@ -24,10 +24,11 @@ import pyarrow as pa
 
 from rollout.dataset import DatasetWriter
 from rollout.errors import DatasetError
+from rollout.part_work import WriteShard, write_verified
 from rollout.rows import PlanEntry, Rejection, RolloutRow
 from rollout.schema.columns import SCHEMA
 from rollout.schema.records import CommitRecord
-from rollout.shard import open_shard, write_shard
+from rollout.shard import ROW_GROUP_BYTES, open_shard
 
 _log = logging.getLogger(__name__)
 # all but the counts, which follow from the rest
@@ -79,13 +80,20 @@ class PendingParts:
         name = hashlib.sha256(f"{output} {fingerprint}".encode()).hexdigest()[:32]
         return cls(parent / name, budget, fingerprint)
 
-    def save(self, unit: str, rows: Sequence[RolloutRow], rejected: Sequence[Rejection]) -> bool:
+    def save(
+        self,
+        unit: str,
+        rows: Sequence[RolloutRow],
+        rejected: Sequence[Rejection],
+        write: WriteShard = write_verified,
+    ) -> bool:
         """Keep a part.
 
         Args:
             unit: the part's unit.
             rows: rollouts that passed `rollout.rows.check_row`.
             rejected: what was set aside.
+            write: writes the shard, and reads it back.
 
         Returns:
             Whether there was room for it.
@@ -108,7 +116,7 @@ class PendingParts:
             shard, new = path.with_suffix(".parquet"), path.with_suffix(".new")
             try:
                 if rows:
-                    write_shard(shard, rows, self._fingerprint)
+                    write(shard, rows, self._fingerprint, ROW_GROUP_BYTES)
                 new.write_text(json.dumps(description))
                 for written in (shard, new) if rows else (new,):
                     with written.open("rb") as file:

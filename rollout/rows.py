@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,24 @@ class BadRowError(ValueError):
         return f"{self.reason}: {self.detail}"
 
 
+class StoredEntries(Protocol):
+    """Support entries that are not in memory yet."""
+
+    @property
+    def size(self) -> int:
+        """Number of entries, E."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the entries."""
+
+    def load(self) -> NDArray[np.uint64]:
+        """Read them: [E] packed."""
+
+    def release(self) -> None:
+        """Give them up; once."""
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class RolloutRow:
     """One sample of one prompt; T sampled tokens, E support entries, K draws a token."""
@@ -63,7 +81,9 @@ class RolloutRow:
     support_offsets: NDArray[np.int64] | None = None
     """[T + 1] int64 from 0; None for none."""
     support_entries: NDArray[np.uint64] | None = None
-    """[E] uint64 packed, any order within a token; None for none."""
+    """[E] uint64 packed, any order within a token; None for none, or while they are stored."""
+    stored_entries: StoredEntries | None = None
+    """The entries until `load_entries`; not a column."""
     tail_mass: NDArray[np.float32] | None = None
     """[T] float32; required for top, None or zeros for kept, None for none."""
     draw_entries: NDArray[np.uint64] | None = None
@@ -82,17 +102,38 @@ class RolloutRow:
 
     @property
     def num_bytes(self) -> int:
-        """Raw bytes of the arrays."""
+        """Raw bytes of the arrays, stored entries included."""
         arrays = (
             self.prompt_token_ids,
             self.token_ids,
             self.sampled_logprobs,
             self.support_offsets,
             self.support_entries,
+            self.stored_entries,
             self.tail_mass,
             self.draw_entries,
         )
         return sum(array.nbytes for array in arrays if array is not None)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the arrays that are in memory."""
+        return self.num_bytes - (0 if self.stored_entries is None else self.stored_entries.nbytes)
+
+    @property
+    def num_entries(self) -> int:
+        """Support entries, E; 0 without a support."""
+        entries = self.support_entries if self.stored_entries is None else self.stored_entries
+        return 0 if entries is None else entries.size
+
+    def load_entries(self) -> None:
+        """Read the entries, if they are not in memory yet.
+
+        Raises:
+            OSError: they can't be read.
+        """
+        if self.stored_entries is not None:
+            self.support_entries, self.stored_entries = self.stored_entries.load(), None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

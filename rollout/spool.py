@@ -4,13 +4,12 @@ A folder of segment files on a local (best: memory-backed) disk. Each file is a 
 one a sampling step: a fixed header with the lengths of everything that follows, then flat arrays.
 Checksums cover the header and all arrays but the entries. A block is complete once the file is as
 long as its header says, since a file only ever grows; so no other signal is needed between the
-processes. Readers map complete blocks and hand out views, to be copied by whoever keeps them; a
-file is unlinked once it is read.
+processes. The reader reads all but the entries and says where those lie; a file is unlinked once it
+is read and nobody needs entries of it any more (`rollout.spool_entries`).
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 import zlib
@@ -23,8 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout.errors import EngineError
+from rollout.spool_entries import SEGMENT_BITS, HeldSegments, segment_name
 
-SEGMENT_BYTES = 256 * 2**20  # a new file after this much, so that read data can be released
+SEGMENT_BYTES = 64 * 2**20  # a new file after this much, so that what was taken can be released
 _MAGIC = 0x31534C52  # "RLS1"
 # magic, rows, draws a row, checksum of the arrays but the entries, step, need, entries, id bytes,
 # seconds waited
@@ -40,8 +40,8 @@ FLAG_LOST = 16  # nothing of the row was recorded: no buffer came free in time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepBlock:
-    """What one sampling step recorded, N rows in the batch's order."""
+class StepRows:
+    """What one sampling step recorded but the entries, N rows in the batch's order."""
 
     step: int
     """Number of the step since the capture was armed."""
@@ -67,8 +67,27 @@ class StepBlock:
     """[N] probability outside the recorded ids."""
     draws: npt.NDArray[np.uint64]
     """[N, K] packed draws."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepBlock(StepRows):
+    """What one sampling step recorded, as it is written."""
+
     entries: npt.NDArray[np.uint64]
     """[E] packed entries of the rows that fitted, in the batch's order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredStep(StepRows):
+    """What one sampling step recorded, as it is read: its entries are still in the spool."""
+
+    segments: HeldSegments
+    segment: int
+    """Number of the segment that the entries are in."""
+    address: int
+    """Where they start; see `rollout.spool_entries`."""
+    num_entries: int
+    """Entries of the rows that fitted, E."""
 
 
 class SpoolWriter:
@@ -155,7 +174,7 @@ class SpoolWriter:
     def _next_segment(self) -> None:
         previous = self._file
         self._index += 1
-        path = self._folder / _segment_name(self._index)
+        path = self._folder / segment_name(self._index)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         self._size = 0
         if previous >= 0:
@@ -172,66 +191,121 @@ class SpoolWriter:
 
 
 class SpoolReader:
-    """Reads the blocks of a folder in order, and unlinks each segment once it is read."""
+    """Reads the blocks of a folder in order; each segment goes once it is read and not needed."""
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
         self._index = 0
         self._offset = 0
+        self._file = -1
+        self.segments = HeldSegments(folder)
+        """Which of the segments are still needed."""
 
-    def poll(self) -> Iterator[StepBlock]:
+    def poll(self) -> Iterator[StoredStep]:
         """Yield the blocks that are complete and not yet read; never waits.
-
-        The arrays are views of a mapped file.
 
         Raises:
             EngineError: a block is damaged.
         """
         while True:
             yield from self._poll_segment()
-            if not (self._folder / _segment_name(self._index + 1)).exists():
+            if not (self._folder / segment_name(self._index + 1)).exists():
                 return
-            # the next segment exists, so this one is final: read what came in between, then drop it
+            # the next segment exists, so this one is final: read what came in between, then seal it
             yield from self._poll_segment()
-            path = self._folder / _segment_name(self._index)
-            if path.stat().st_size != self._offset:
+            path = self._folder / segment_name(self._index)
+            size = path.stat().st_size
+            if size != self._offset:
                 raise EngineError(f"spool {path}: the block at byte {self._offset} is cut short")
-            path.unlink()
+            os.close(self._file)
+            self.segments.seal(self._index, size)
             self._index += 1
             self._offset = 0
+            self._file = -1
 
-    def backlog_bytes(self) -> int:
-        """Count the bytes on disk that are not yet read."""
-        sizes = (path.stat().st_size for path in self._folder.glob("segment-*.spool"))
-        return sum(sizes) - self._offset
+    def num_bytes(self) -> int:
+        """Count the bytes on disk that are not yet read or still needed."""
+        unread, index = -self._offset, self._index
+        while True:
+            try:
+                unread += (self._folder / segment_name(index)).stat().st_size
+            except FileNotFoundError:
+                return max(unread, 0) + self.segments.num_bytes
+            index += 1
 
-    def _poll_segment(self) -> Iterator[StepBlock]:
-        path = self._folder / _segment_name(self._index)
-        try:
-            file = path.open("rb")
-        except FileNotFoundError:
-            return
-        with file:
-            size = os.fstat(file.fileno()).st_size
-            if self._block_end(file.fileno(), size, path) is None:
+    def close(self) -> None:
+        """Read no more; what is held stays until it is released."""
+        if self._file >= 0:
+            self.segments.seal(self._index, os.fstat(self._file).st_size)
+            os.close(self._file)
+            self._file = -1
+
+    def _poll_segment(self) -> Iterator[StoredStep]:
+        path = self._folder / segment_name(self._index)
+        if self._file < 0:
+            try:
+                self._file = os.open(path, os.O_RDONLY)
+            except FileNotFoundError:
                 return
-            mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
-            while (end := self._block_end(file.fileno(), size, path)) is not None:
-                block = _parse(mapped, self._offset, path)
-                self._offset = end
-                yield block
+        size = os.fstat(self._file).st_size
+        while (end := self._block_end(size, path)) is not None:
+            step = self._parse(path)
+            self._offset = end
+            yield step
 
-    def _block_end(self, file: int, size: int, path: Path) -> int | None:
+    def _block_end(self, size: int, path: Path) -> int | None:
         """Return where the next block ends, or null while it is not complete."""
         if size < self._offset + _HEADER_BYTES:
             return None
-        header = os.pread(file, _HEADER_BYTES, self._offset)
+        header = os.pread(self._file, _HEADER_BYTES, self._offset)
         magic, rows, draws, _, _, _, entries, id_bytes, _ = _FIELDS.unpack_from(header)
         (checksum,) = _CHECK.unpack_from(header, _FIELDS.size)
         if magic != _MAGIC or checksum != zlib.crc32(header[: _FIELDS.size]):
             raise EngineError(f"spool {path}: no block at byte {self._offset}: the file is damaged")
-        end = self._offset + _entries_offset(rows, draws, id_bytes) + 8 * entries
+        end: int = self._offset + _entries_offset(rows, draws, id_bytes) + 8 * entries
         return end if end <= size else None
+
+    def _parse(self, path: Path) -> StoredStep:
+        header = os.pread(self._file, _HEADER_BYTES, self._offset)
+        fields = _FIELDS.unpack_from(header)
+        _, rows, draws, checksum, step, need, entries, id_bytes, waited = fields
+        length = rows * (6 * 4 + 8 * draws + 1) + id_bytes
+        data = os.pread(self._file, length, self._offset + _HEADER_BYTES)
+        if zlib.crc32(data) != checksum:
+            raise EngineError(
+                f"spool {path}: checksum of the block at byte {self._offset} differs: damaged"
+            )
+        start = 0
+
+        def take(dtype: type[np.generic], count: int) -> npt.NDArray[Any]:
+            nonlocal start
+            array: npt.NDArray[Any] = np.frombuffer(data, dtype, count, start)
+            start += array.nbytes
+            return array
+
+        positions, sampled, flags, counts = (take(np.int32, rows) for _ in range(4))
+        sampled_logprobs, tail_mass = take(np.float32, rows), take(np.float32, rows)
+        draw_entries = take(np.uint64, rows * draws)
+        kinds = take(np.int8, rows)
+        at = self._offset + _entries_offset(rows, draws, id_bytes)
+        return StoredStep(
+            step=step,
+            need=need,
+            waited=waited,
+            request_ids=data[start:].decode().split("\n") if rows else [],
+            positions=positions,
+            sampled=sampled,
+            kinds=kinds,
+            flags=flags,
+            counts=counts,
+            sampled_logprobs=sampled_logprobs,
+            tail_mass=tail_mass,
+            draws=draw_entries.reshape(rows, draws),
+            segments=self.segments,
+            segment=self._index,
+            address=(self._index << SEGMENT_BITS) + at,
+            num_entries=entries,
+        )
 
 
 def _check_block(block: StepBlock, ids: bytes, head: list[memoryview]) -> None:
@@ -252,49 +326,7 @@ def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def _segment_name(index: int) -> str:
-    return f"segment-{index:08d}.spool"
-
-
 def _entries_offset(rows: int, draws: int, id_bytes: int) -> int:
     """Return where a block's entries start, aligned for uint64."""
     length: int = _HEADER_BYTES + rows * (6 * 4 + 8 * draws + 1) + id_bytes
     return length + -length % 8
-
-
-def _parse(mapped: mmap.mmap, offset: int, path: Path) -> StepBlock:
-    fields = _FIELDS.unpack_from(mapped, offset)
-    _, rows, draws, checksum, step, need, entries, id_bytes, waited = fields
-    start = offset + _HEADER_BYTES
-    length = rows * (6 * 4 + 8 * draws + 1) + id_bytes
-    if zlib.crc32(memoryview(mapped)[start : start + length]) != checksum:
-        raise EngineError(f"spool {path}: checksum of the block at byte {offset} differs: damaged")
-
-    def take(dtype: type[np.generic], count: int) -> npt.NDArray[Any]:
-        nonlocal start
-        array: npt.NDArray[Any] = np.frombuffer(mapped, dtype, count, start)
-        start += array.nbytes
-        return array
-
-    positions, sampled, flags, counts = (take(np.int32, rows) for _ in range(4))
-    sampled_logprobs, tail_mass = take(np.float32, rows), take(np.float32, rows)
-    draw_entries = take(np.uint64, rows * draws)
-    kinds = take(np.int8, rows)
-    ids = bytes(mapped[start : start + id_bytes]).decode().split("\n") if rows else []
-    return StepBlock(
-        step=step,
-        need=need,
-        waited=waited,
-        request_ids=ids,
-        positions=positions,
-        sampled=sampled,
-        kinds=kinds,
-        flags=flags,
-        counts=counts,
-        sampled_logprobs=sampled_logprobs,
-        tail_mass=tail_mass,
-        draws=draw_entries.reshape(rows, draws),
-        entries=np.frombuffer(
-            mapped, np.uint64, entries, offset + _entries_offset(rows, draws, id_bytes)
-        ),
-    )

@@ -20,6 +20,7 @@ class _Buffer:
     rows: list[RolloutRow] = field(default_factory=list)
     rejected: list[Rejection] = field(default_factory=list)
     num_bytes: int = 0
+    memory_bytes: int = 0
     since: float = 0.0
 
 
@@ -52,8 +53,8 @@ class UnitBuffers:
 
     @property
     def num_bytes(self) -> int:
-        """Raw bytes of the finished rollouts that are still here."""
-        return sum(buffer.num_bytes for buffer in self._buffers.values())
+        """Bytes in memory of the finished rollouts that are still here."""
+        return sum(buffer.memory_bytes for buffer in self._buffers.values())
 
     def open(self, unit: str) -> None:
         """Announce that rollouts of a unit may still be started."""
@@ -73,6 +74,7 @@ class UnitBuffers:
         buffer = self._buffer(unit)
         buffer.rows.append(row)
         buffer.num_bytes += row.num_bytes
+        buffer.memory_bytes += row.memory_bytes
         self._end(unit)
         if buffer.num_bytes >= self._config.shard_bytes:
             self._commit(unit)

@@ -24,6 +24,7 @@ from rollout.errors import EngineError
 from rollout.finish import Request
 from rollout.resolve import ResolvedJob
 from rollout.spool import SpoolReader
+from rollout.spool_entries import HeldSegments
 from rollout.work import rollout_seed
 
 _log = logging.getLogger(__name__)
@@ -75,6 +76,8 @@ class Window:
         self._engine = engine
         self._stopping = stopping
         self._reader = SpoolReader(engine.spool_folder)
+        self._older: list[HeldSegments] = []  # of engines that died
+        self._compact_at = self._budget = job.config.capture.spool_bytes // 2
         self._assembler = Assembler(capacity=job.config.capture.support_capacity)
         self._in_flight: dict[str, Request] = {}
         self._returned: dict[str, _Returned] = {}
@@ -96,8 +99,8 @@ class Window:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the host: unread spool and rows in work."""
-        return self._reader.backlog_bytes() + self._assembler.num_bytes
+        """Bytes of the spool on the host: unread, or still needed."""
+        return self._reader.num_bytes() + sum(segments.num_bytes for segments in self._older)
 
     @property
     def stats(self) -> CaptureStats:
@@ -200,6 +203,7 @@ class Window:
             elif failure.request_id in self._returned:
                 request = self._returned.pop(failure.request_id).request
                 self._ended.append(Lost(request=request, failure=failure))
+        self._compact()
         now = time.monotonic()
         for internal_id, returned in list(self._returned.items()):
             if not self.facts:
@@ -211,6 +215,16 @@ class Window:
                 missing = self._assembler.missing(internal_id, len(returned.finished.token_ids))
                 del self._returned[internal_id]
                 self._ended.append(Lost(request=returned.request, failure=missing))
+
+    def _compact(self) -> None:
+        """Keep a few long requests from holding everything that was sampled beside them."""
+        segments = self._reader.segments
+        if segments.num_bytes > self._compact_at:
+            self._assembler.compact(segments)
+            # not again at every step where that did not help
+            self._compact_at = max(self._budget, segments.num_bytes + self._budget // 4)
+        elif segments.num_bytes < self._budget:
+            self._compact_at = self._budget
 
     def _finish(self, internal_id: str, returned: _Returned) -> bool:
         """End a returned request whose rows are all there."""
@@ -259,6 +273,8 @@ class Window:
         while True:
             # raises when it has died too often
             self._engine.restart(error, _named([*self._in_flight.values(), *todo]))
+            self._reader.close()
+            self._older.append(self._reader.segments)
             self._reader = SpoolReader(self._engine.spool_folder)
             todo.extend(self._in_flight.values())
             self._in_flight.clear()

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.spool import StepBlock
+from rollout.spool import StepBlock, StoredStep
+from rollout.spool_entries import load_entries
 
 ARRAYS = (
     "positions",
@@ -18,7 +19,6 @@ ARRAYS = (
     "sampled_logprobs",
     "tail_mass",
     "draws",
-    "entries",
 )
 
 
@@ -50,10 +50,17 @@ def random_block(
     )
 
 
-def assert_same(found: StepBlock, expected: StepBlock) -> None:
-    """Compare two steps bit by bit."""
+def entries_of(step: StoredStep) -> NDArray[np.uint64]:
+    """Read a step's entries from the spool."""
+    where = np.array([step.address], np.int64)
+    return load_entries(step.segments.folder, where, np.array([step.num_entries], np.int32))
+
+
+def assert_same(found: StoredStep, expected: StepBlock) -> None:
+    """Compare a step that is still in the spool with what was written, bit by bit."""
     for name in ("step", "need", "waited", "request_ids"):
         assert getattr(found, name) == getattr(expected, name), name
     for name in ARRAYS:
         a, b = getattr(found, name), getattr(expected, name)
         assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()), name
+    assert entries_of(found).tobytes() == expected.entries.tobytes()

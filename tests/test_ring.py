@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from spool_blocks import entries_of
 
 from rollout.capture import ring
 from rollout.capture.batch import BatchRows
 from rollout.capture.request import GREEDY, KEPT, NONE, SKIP, TOP, CaptureSettings
-from rollout.spool import FLAG_LOST, FLAG_OVERFLOW, SpoolReader, SpoolWriter, StepBlock
+from rollout.spool import FLAG_LOST, FLAG_OVERFLOW, SpoolReader, SpoolWriter, StepBlock, StoredStep
 
 VOCAB = 50
 
@@ -87,7 +88,7 @@ def step_of(seed: int, rows: int = 5) -> tuple[torch.Tensor, torch.Tensor, Batch
     )
 
 
-def check_block(block: StepBlock, seed: int) -> None:
+def check_block(block: StoredStep, seed: int) -> None:
     """Compare a written step with the logits that it was made of."""
     logits, sampled, rows = step_of(seed)
     log_q = logits.double().log_softmax(-1).numpy()
@@ -96,9 +97,10 @@ def check_block(block: StepBlock, seed: int) -> None:
     assert block.positions.tolist() == rows.positions.tolist()
     assert block.sampled.tolist() == sampled.tolist()
     assert block.counts.tolist() == [10, 1, 4, 0, 0]
-    assert block.need == block.entries.size == 15
-    ids = (block.entries & np.uint64(0xFFFFFFFF)).astype(int)
-    logprobs = (block.entries >> np.uint64(32)).astype(np.uint32).view(np.float32)
+    entries = entries_of(block)
+    assert block.need == entries.size == 15
+    ids = (entries & np.uint64(0xFFFFFFFF)).astype(int)
+    logprobs = (entries >> np.uint64(32)).astype(np.uint32).view(np.float32)
     assert sorted(ids[:10]) == list(range(10))
     np.testing.assert_allclose(logprobs[:10], log_q[0, ids[:10]], atol=1e-6)
     assert (ids[10], logprobs[10]) == (int(sampled[1]), 0.0)
@@ -126,7 +128,7 @@ def test_a_row_past_the_capacity_is_flagged_and_the_rest_is_whole(tmp_path: Path
     recorder.stop()
     (block,) = SpoolReader(tmp_path).poll()
     assert (block.flags & FLAG_OVERFLOW).tolist() == [0, 0, FLAG_OVERFLOW, 0, 0]
-    assert (block.need, block.entries.size) == (15, 11)
+    assert (block.need, block.num_entries) == (15, 11)
 
 
 def test_no_free_slot_in_time_loses_the_step_by_name(
@@ -153,7 +155,7 @@ def test_no_free_slot_in_time_loses_the_step_by_name(
     lost, kept = SpoolReader(tmp_path).poll()
     assert lost.flags.tolist() == [FLAG_LOST] * 4 + [0]  # a row that does not count is not lost
     assert lost.waited >= 0.05
-    assert lost.entries.size == 0
+    assert lost.num_entries == 0
     check_block(kept, 1)
 
 

@@ -1,0 +1,220 @@
+"""Parts come out the same whoever works on them, and a dead process costs nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from synthetic import make_row
+
+from rollout import part_pool
+from rollout.errors import RolloutError
+from rollout.part_pool import PartPool
+from rollout.part_wire import pack_rows, unpack_rows
+from rollout.part_work import BadRow, write_verified
+from rollout.rows import RolloutRow
+from rollout.spool import SpoolReader, SpoolWriter, StepBlock
+from rollout.spool_entries import SpooledEntries
+
+FINGERPRINT = "ab" * 32
+KINDS = ("kept", "top", "none")
+
+
+@pytest.fixture(params=[0, 1 << 40], ids=["process", "here"])
+def pool(request: pytest.FixtureRequest) -> Iterator[PartPool]:
+    made = PartPool(process_bytes=request.param)
+    yield made
+    made.close()
+
+
+def spooled(rows: list[RolloutRow], folder: Path) -> list[RolloutRow]:
+    """Put the rows' entries into a spool, one token of each row a step, as sampling would."""
+    writer, reader = SpoolWriter(folder, segment_bytes=4000), SpoolReader(folder)
+    steps = max(row.token_ids.size for row in rows)
+    where: list[list[int]] = [[] for _ in rows]
+    for step in range(steps):
+        active = [i for i, row in enumerate(rows) if step < row.token_ids.size]
+        parts = []
+        for i in active:
+            row = rows[i]
+            if row.support_offsets is None or row.support_entries is None:
+                parts.append(np.zeros(0, np.uint64))
+                continue
+            parts.append(row.support_entries[slice(*row.support_offsets[step : step + 2].tolist())])
+        counts = np.array([part.size for part in parts], np.int32)
+        n = len(active)
+        writer.append(
+            StepBlock(
+                step=step,
+                need=int(counts.sum()),
+                request_ids=[str(i) for i in active],
+                positions=np.full(n, step, np.int32),
+                sampled=np.zeros(n, np.int32),
+                kinds=np.ones(n, np.int8),
+                flags=np.zeros(n, np.int32),
+                counts=counts,
+                sampled_logprobs=np.zeros(n, np.float32),
+                tail_mass=np.zeros(n, np.float32),
+                draws=np.zeros((n, 0), np.uint64),
+                entries=np.concatenate(parts),
+            )
+        )
+        for found in reader.poll():
+            found.segments.hold(found.segment, 8 * found.num_entries)
+            starts = found.address + 8 * (np.cumsum(found.counts) - found.counts)
+            for name, start in zip(found.request_ids, starts.tolist(), strict=True):
+                where[int(name)].append(start)
+    result = []
+    for row, addresses in zip(rows, where, strict=True):
+        if row.support_offsets is None:
+            result.append(row)
+            continue
+        held = SpooledEntries(
+            segments=reader.segments,
+            addresses=np.array(addresses, np.int64),
+            counts=np.diff(row.support_offsets).astype(np.int32),
+        )
+        result.append(dataclasses.replace(row, support_entries=None, stored_entries=held))
+    return result
+
+
+def sample_rows() -> list[RolloutRow]:
+    rows = [
+        make_row(f"{kind}{prompt}", sample, kind=kind, draws=2 * (kind == "top"), seed=sample)
+        for kind in KINDS
+        for prompt in range(3)
+        for sample in range(2)
+    ]
+    rows[1] = dataclasses.replace(rows[1], text="ünïcöde\n", reward=0.5, metadata='{"a": 1}')
+    return rows
+
+
+@pytest.mark.parametrize("place", ["memory", "spool"])
+def test_the_shard_is_the_one_written_without_a_pool(
+    pool: PartPool, tmp_path: Path, place: str
+) -> None:
+    rows = sample_rows()
+    info = write_verified(tmp_path / "plain.parquet", rows, FINGERPRINT, 4000)
+    given = spooled(rows, tmp_path / "spool") if place == "spool" else rows
+    assert sum(row.num_bytes for row in given) == sum(row.num_bytes for row in rows)
+    for number in range(2):  # the second part of a process
+        path = tmp_path / f"pool-{number}.parquet"
+        with pool.part(given) as part:
+            assert part.bad_rows == []
+            assert part.write(path, given, FINGERPRINT, 4000) == info
+        assert path.read_bytes() == (tmp_path / "plain.parquet").read_bytes()
+    if place == "spool":  # the rows are as they were: they can be worked on again
+        assert all(row.support_entries is None for row in given)
+
+
+def test_bad_rows_are_named_and_the_others_written(pool: PartPool, tmp_path: Path) -> None:
+    rows = sample_rows()
+    rows[2] = dataclasses.replace(rows[2], sampled_logprobs=rows[2].sampled_logprobs + 1)
+    with pool.part(rows) as part:
+        (bad,) = part.bad_rows
+        assert isinstance(bad, BadRow)
+        assert (bad.index, bad.reason) == (2, "bad_numerics")
+        assert "sampled_logprobs[0]" in bad.detail
+        good = [row for row in reversed(rows) if row is not rows[2]]
+        part.write(tmp_path / "shard.parquet", good, FINGERPRINT, 1 << 20)
+    stored = pq.read_table(tmp_path / "shard.parquet")["rollout_id"].to_pylist()
+    assert stored == [row.rollout_id for row in good]
+
+
+def test_a_full_disk_is_the_same_error(pool: PartPool, tmp_path: Path) -> None:
+    rows = sample_rows()
+    with pool.part(rows) as part, pytest.raises(FileNotFoundError, match="No such file"):
+        part.write(tmp_path / "missing" / "shard.parquet", rows, FINGERPRINT, 1 << 20)
+    with pool.part(rows) as part:
+        part.write(tmp_path / "shard.parquet", rows, FINGERPRINT, 1 << 20)
+
+
+def test_a_spool_that_is_gone_is_an_error(pool: PartPool, tmp_path: Path) -> None:
+    rows = spooled(sample_rows(), tmp_path / "spool")
+    for path in (tmp_path / "spool").iterdir():
+        path.unlink()
+    with pytest.raises(FileNotFoundError, match="No such file"), pool.part(rows):
+        pass
+
+
+def test_rows_travel_bit_for_bit(tmp_path: Path) -> None:
+    rows = sample_rows()
+    for given in (rows, spooled(rows, tmp_path)):
+        for found, row in zip(unpack_rows(pack_rows(given).to_pybytes()), rows, strict=True):
+            found.load_entries()
+            for field in dataclasses.fields(RolloutRow):
+                a, b = getattr(found, field.name), getattr(row, field.name)
+                if isinstance(b, np.ndarray):
+                    assert (a.dtype, a.tobytes()) == (b.dtype, b.tobytes()), field.name
+                else:
+                    assert a == b, field.name
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("when", ["idle", "loaded"])
+def test_a_killed_process_is_started_again(
+    tmp_path: Path, when: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = PartPool(process_bytes=0)
+    rows = spooled(sample_rows(), tmp_path / "spool")
+    info = write_verified(tmp_path / "plain.parquet", sample_rows(), FINGERPRINT, 4000)
+    with pool.part(rows):
+        pass
+    (process,) = pool._all
+    if when == "idle":
+        kill(process._process.pid)
+    with pool.part(rows) as part:
+        if when == "loaded":
+            kill(process._process.pid)
+        assert part.write(tmp_path / "pool.parquet", rows, FINGERPRINT, 4000) == info
+    assert "ended with code -9; again" in caplog.text
+    pool.close()
+
+
+def test_a_process_that_keeps_dying_stops_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start() -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", "import sys; sys.stdin.buffer.read(1); sys.exit(7)"]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    monkeypatch.setattr(part_pool._Process, "_start", staticmethod(start))
+    pool = PartPool(process_bytes=0)
+    with pytest.raises(RolloutError, match="end with code 7"), pool.part(sample_rows()):
+        pass
+    pool.close()
+
+
+def test_the_processes_end_with_the_job() -> None:
+    script = (
+        "import sys, os, signal; sys.path.insert(0, sys.argv[1])\n"
+        "from test_part_pool import PartPool, sample_rows\n"
+        "pool = PartPool(process_bytes=0)\n"
+        "with pool.part(sample_rows()):\n"
+        "    print(pool._all[0]._process.pid, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(Path(__file__).parent)],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL
+    child = Path("/proc", done.stdout.strip(), "stat")
+    deadline = time.monotonic() + 30
+    while child.exists() and child.read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline, "a process outlives the job"
+        time.sleep(0.02)
