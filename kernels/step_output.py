@@ -69,6 +69,10 @@ class StepOutput:
     draws: torch.Tensor
     """[R, K] int64, K independent samples of q with their logprobs; 0 for SKIP, NONFINITE and EMPTY
     rows."""
+    sampled_ids: torch.Tensor
+    """[R] int64, room for the ids that the sampler drew, so that they leave with the rest."""
+    header: torch.Tensor
+    """[B] uint8, the memory of all of the above but the entries: one copy takes it to the host."""
     scratch: CaptureScratch
     """Working memory of the kernels, never read by a caller."""
 
@@ -112,27 +116,55 @@ class StepOutput:
             scratch = CaptureScratch.allocate(
                 max_rows=max_rows, vocab_size=vocab_size, top=top, draws=draws, device=place
             )
+        header = torch.zeros(cls.header_bytes(max_rows, draws), dtype=torch.uint8, device=place)
         return cls(
-            counts=torch.zeros(max_rows, dtype=torch.int32, device=place),
-            offsets=torch.zeros(max_rows + 1, dtype=torch.int64, device=place),
-            sampled_logprobs=torch.zeros(max_rows, dtype=torch.float32, device=place),
-            tail_mass=torch.zeros(max_rows, dtype=torch.float32, device=place),
-            flags=torch.zeros(max_rows, dtype=torch.int32, device=place),
+            **cls.header_fields(header, max_rows, draws),
             entries=torch.zeros(capacity, dtype=torch.int64, device=place),
-            draws=torch.zeros((max_rows, draws), dtype=torch.int64, device=place),
+            header=header,
             scratch=scratch,
         )
+
+    @staticmethod
+    def header_bytes(max_rows: int, draws: int) -> int:
+        """Return the bytes of a header.
+
+        Args:
+            max_rows: the most rows R that a step may have.
+            draws: independent samples of every row, K.
+        """
+        return 8 * (max_rows + 1) + 8 * max_rows * (draws + 1) + 16 * max_rows
+
+    @staticmethod
+    def header_fields(header: torch.Tensor, max_rows: int, draws: int) -> dict[str, torch.Tensor]:
+        """Return the fields that a header, or a copy of one on the host, consists of.
+
+        Args:
+            header: [B] uint8.
+            max_rows: the most rows R that a step may have.
+            draws: independent samples of every row, K.
+
+        Returns:
+            Views of the header by their names.
+        """
+        fields: dict[str, torch.Tensor] = {}
+        start = 0
+        # the wide ones first, so that each is aligned
+        for name, size, dtype in (
+            ("offsets", max_rows + 1, torch.int64),
+            ("sampled_ids", max_rows, torch.int64),
+            ("draws", max_rows * draws, torch.int64),
+            ("counts", max_rows, torch.int32),
+            ("flags", max_rows, torch.int32),
+            ("sampled_logprobs", max_rows, torch.float32),
+            ("tail_mass", max_rows, torch.float32),
+        ):
+            end = start + size * dtype.itemsize
+            fields[name] = header[start:end].view(dtype)
+            start = end
+        fields["draws"] = fields["draws"].view(max_rows, draws)
+        return fields
 
     @property
     def num_bytes(self) -> int:
         """Device bytes of the outputs, without the scratch (which slots may share)."""
-        tensors = (
-            self.counts,
-            self.offsets,
-            self.sampled_logprobs,
-            self.tail_mass,
-            self.flags,
-            self.entries,
-            self.draws,
-        )
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return self.header.numel() + 8 * self.entries.numel()

@@ -109,7 +109,12 @@ def check_block(block: StoredStep, seed: int) -> None:
     assert block.draws.shape == (5, 2)
 
 
-def test_steps_come_out_whole_and_in_order(recorder: ring.RingRecorder, tmp_path: Path) -> None:
+@pytest.mark.parametrize("first_copy", [2, 1 << 16])
+def test_steps_come_out_whole_and_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_copy: int
+) -> None:
+    monkeypatch.setattr(ring, "_FIRST_COPY", first_copy)  # 2: the rest takes a second copy
+    recorder = make_recorder()
     recorder.start(str(tmp_path))
     for seed in range(20):  # many times the slots
         recorder.record(seed, *step_of(seed))
@@ -119,6 +124,7 @@ def test_steps_come_out_whole_and_in_order(recorder: ring.RingRecorder, tmp_path
     for seed, block in enumerate(blocks):
         check_block(block, seed)
     assert recorder.error is None
+    recorder.stop()
 
 
 def test_a_row_past_the_capacity_is_flagged_and_the_rest_is_whole(tmp_path: Path) -> None:

@@ -285,7 +285,7 @@ def test_slots_share_the_scratch() -> None:
     )
     assert second.scratch.mask_words.data_ptr() == first.scratch.mask_words.data_ptr()
     assert second.entries.data_ptr() != first.entries.data_ptr()
-    assert first.num_bytes == 4 * 4 + 5 * 8 + 3 * 4 * 4 + 10 * 8 + 4 * 8
+    assert first.num_bytes == 4 * 4 + 5 * 8 + 3 * 4 * 4 + 10 * 8 + 4 * 8 + 4 * 8
 
 
 def test_the_numbers_of_kinds_and_flags() -> None:

@@ -26,7 +26,7 @@ from rollout.spool import FLAG_LOST, FLAG_OVERFLOW, SpoolWriter, StepBlock
 
 _log = logging.getLogger(__name__)
 SLOT_SECONDS = 30.0  # longest wait for a free slot; vLLM gives a step up to 300 s
-_HEADERS = ("counts", "sampled_logprobs", "tail_mass", "flags", "draws")
+_FIRST_COPY = 1 << 16  # entries copied with the first step's header; later steps go by the last
 
 
 class _Slot:
@@ -52,12 +52,9 @@ class _Slot:
         # what the host knows of the rows goes over in one copy: seeds, positions, kinds
         self.host_rows = torch.zeros(17 * rows, dtype=torch.uint8, pin_memory=True)
         self.rows = torch.zeros(17 * rows, dtype=torch.uint8, device=device)
-        self.host = {
-            name: torch.empty_like(getattr(self.out, name), device="cpu", pin_memory=True)
-            for name in _HEADERS
-        }
-        self.host_need = torch.zeros(1, dtype=torch.int64, pin_memory=True)
-        self.host_sampled = torch.zeros(rows, dtype=torch.int64, pin_memory=True)
+        self.host_header = torch.zeros(self.out.header.numel(), dtype=torch.uint8, pin_memory=True)
+        fields = StepOutput.header_fields(self.host_header, rows, settings.draws)
+        self.host = {name: field.numpy() for name, field in fields.items()}
         self.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
@@ -68,8 +65,6 @@ class _Step:
     number: int
     rows: BatchRows
     slot: _Slot | None
-    sampled: torch.Tensor
-    """Held until it is copied: the allocator must not hand its memory out before."""
     waited: float
 
 
@@ -112,6 +107,7 @@ class RingRecorder:
         self._writer: SpoolWriter | None = None
         self._thread: threading.Thread | None = None
         self._progress = threading.Condition()
+        self._last_stored = _FIRST_COPY
         self._queued = 0
         self._written = 0
         self.error: str | None = None
@@ -193,11 +189,10 @@ class RingRecorder:
             except queue.Empty:
                 slot = None
             waited = time.monotonic() - start
-        sampled = sampled.reshape(-1)
         if slot is not None:
             self._launch(slot, logits, sampled, rows)
         self._queued += 1
-        self._steps.put(_Step(number=number, rows=rows, slot=slot, sampled=sampled, waited=waited))
+        self._steps.put(_Step(number=number, rows=rows, slot=slot, waited=waited))
 
     def _launch(
         self, slot: _Slot, logits: torch.Tensor, sampled: torch.Tensor, rows: BatchRows
@@ -208,9 +203,11 @@ class RingRecorder:
         host[8 * n : 16 * n].view(np.int64)[:] = rows.positions
         host[16 * n : 17 * n].view(np.int8)[:] = rows.kinds
         slot.rows[: 17 * n].copy_(slot.host_rows[: 17 * n], non_blocking=True)
+        # copied, since vLLM goes on with the memory of its own
+        slot.out.sampled_ids[:n].copy_(sampled.reshape(-1))
         capture_step(
             logits,
-            sampled.to(torch.int64),
+            slot.out.sampled_ids[:n],
             slot.rows[16 * n : 17 * n].view(torch.int8),
             slot.out,
             top=self._settings.top,
@@ -249,31 +246,32 @@ class RingRecorder:
 
     def _copy_out(self, step: _Step, slot: _Slot) -> StepBlock:
         """Copy a step to the host; its entries stay in the staging memory until the next."""
-        n, stream = len(step.rows.kinds), self._copy_stream
-        with torch.cuda.stream(stream):
-            stream.wait_event(slot.ready)
-            for name in _HEADERS:
-                slot.host[name][:n].copy_(getattr(slot.out, name)[:n], non_blocking=True)
-            slot.host_need.copy_(slot.out.offsets[n : n + 1], non_blocking=True)
-            slot.host_sampled[:n].copy_(step.sampled, non_blocking=True)
-            self._copied.record(stream)
+        n, out = len(step.rows.kinds), slot.out
+        # with the header as many entries as the last step had and some more: mostly all there are
+        copied = min(self._last_stored + self._last_stored // 8, out.entries.numel())
+        with torch.cuda.stream(self._copy_stream):
+            self._copy_stream.wait_event(slot.ready)
+            slot.host_header.copy_(out.header, non_blocking=True)
+            self._staging[:copied].copy_(out.entries[:copied], non_blocking=True)
+            self._copied.record(self._copy_stream)
         self._copied.synchronize()
-        header = {name: slot.host[name][:n].numpy().copy() for name in _HEADERS}
-        sampled = slot.host_sampled[:n].numpy().astype(np.int32)
-        need = int(slot.host_need[0])
+        header = {name: field[:n] for name, field in slot.host.items()}
         fits = (header["flags"] & FLAG_OVERFLOW) == 0
-        stored = int(header["counts"][fits].sum())
-        with torch.cuda.stream(stream):
-            self._staging[:stored].copy_(slot.out.entries[:stored], non_blocking=True)
-            self._copied.record(stream)
-        self._copied.synchronize()
+        stored = int(header["counts"][fits].sum(dtype=np.int64))
+        self._last_stored = max(stored, _FIRST_COPY)
+        if stored > copied:
+            with torch.cuda.stream(self._copy_stream):
+                rest = slice(copied, stored)
+                self._staging[rest].copy_(out.entries[rest], non_blocking=True)
+                self._copied.record(self._copy_stream)
+            self._copied.synchronize()
         return StepBlock(
             step=step.number,
-            need=need,
+            need=int(slot.host["offsets"][n]),
             waited=step.waited,
             request_ids=step.rows.request_ids,
             positions=step.rows.positions,
-            sampled=sampled,
+            sampled=header["sampled_ids"].astype(np.int32),
             kinds=step.rows.kinds,
             flags=header["flags"],
             counts=header["counts"],
