@@ -74,6 +74,12 @@ def interval(ratios: list[float]) -> str:
     return f"{np.median(values):.4f} [{low:.4f}, {high:.4f}]"
 
 
+def spread_of(values: list[float]) -> str:
+    """Format the median with the 10 and 90 % quantiles."""
+    low, mid, high = np.quantile(values, [0.1, 0.5, 0.9])
+    return f"{mid:.3f} ({low:.3f}-{high:.3f})"
+
+
 def compare(
     name: str, stock: Callable[[], Timing], other: Callable[[int], Timing], pairs: int
 ) -> Timing:
@@ -95,6 +101,11 @@ def compare(
         f"{name:<28} stock {speed[0]:7.0f} tok/s  this {speed[1]:7.0f} tok/s"
         f"  to last token {interval([a.sampled / b.sampled for a, b in rows])}"
         f"  to last commit {interval([a.committed / b.committed for a, b in rows])}",
+        flush=True,
+    )
+    print(
+        f"{'':<28} seconds to the last token "
+        + " ".join(f"{a.sampled:.2f}/{b.sampled:.2f}" for a, b in rows),
         flush=True,
     )
     print(
@@ -182,11 +193,11 @@ def main(
                     params if peer else None,
                 )
             if cuda and not peer:
-                steps = step_milliseconds(engine, model, folder / f"{support}-timed", load)
-                low, mid, high = np.quantile(steps, [0.1, 0.5, 0.9])
+                times = step_milliseconds(engine, model, folder / f"{support}-timed", load)
                 print(
-                    f"{'':<28} capture of a step by CUDA events: {mid:.3f} ms "
-                    f"(10-90 %: {low:.3f}-{high:.3f}), {len(steps)} steps",
+                    f"{'':<28} ms a step, median (10-90 %): capture on the device "
+                    f"{spread_of(times.device)}, of a step of {spread_of(times.period)}; launching "
+                    f"thread {spread_of(times.launch)}, copying thread {times.drain:.3f} of CPU",
                     flush=True,
                 )
         engine.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
@@ -125,37 +126,67 @@ def run_stock(llm: Any, load: Load, **params: Any) -> Timing:
     return Timing(tokens=tokens, sampled=seconds, committed=seconds)
 
 
-def step_milliseconds(engine: LazyEngine, model: Path, folder: Path, load: Load) -> list[float]:
-    """Time the capture of single steps on the device, by CUDA events around it."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTimes:
+    """Milliseconds of the recorded steps."""
+
+    device: list[float]
+    """The capture's own time on the device, by CUDA events around it."""
+    period: list[float]
+    """From one step's capture to the next one's, on the device."""
+    launch: list[float]
+    """The launching thread's time in the capture."""
+    drain: float
+    """CPU time of the thread that copies to the host, a step."""
+
+
+def step_milliseconds(engine: LazyEngine, model: Path, folder: Path, load: Load) -> StepTimes:
+    """Time the capture of single steps in one job."""
     rpc = engine.get()._llm.collective_rpc
     rpc(_set_timed, args=(True,))
     run_capture(engine, model, folder, load)
     replies = rpc(_set_timed, args=(False,))
-    return next(reply for reply in replies if reply is not None)
+    return StepTimes(**next(reply for reply in replies if reply is not None))
 
 
-def _set_timed(worker: Any, on: bool) -> list[float] | None:
-    """In the worker: put events around every recorded step, or return their milliseconds."""
+def _set_timed(worker: Any, on: bool) -> dict[str, Any] | None:
+    """In the worker: put events around every recorded step, or return what they say."""
     core = worker._capture
     if core is None:
         return None
+    recorder = core.recorder
     if on:
-        stock, events = core.recorder.record, []
+        record, stop = recorder.record, recorder.stop
+        events, launch, drain = [], [], []
 
-        def record(*args: Any) -> None:
+        def timed_record(*args: Any) -> None:
             first, last = _event(), _event()
+            start = time.perf_counter()
             first.record()
-            stock(*args)
+            record(*args)
             last.record()
+            launch.append(1e3 * (time.perf_counter() - start))
             events.append((first, last))
 
-        worker._bench = (stock, events)
-        core.recorder.record = record
+        def timed_stop() -> None:
+            if recorder._thread is not None:
+                recorder.flush()
+                clock = time.pthread_getcpuclockid(recorder._thread.ident)
+                drain.append(1e3 * time.clock_gettime(clock))
+            stop()
+
+        worker._bench = (record, stop, events, launch, drain)
+        recorder.record, recorder.stop = timed_record, timed_stop
         return None
-    stock, events = worker._bench
-    core.recorder.record = stock
+    record, stop, events, launch, drain = worker._bench
+    recorder.record, recorder.stop = record, stop
     torch.cuda.synchronize()
-    return [first.elapsed_time(last) for first, last in events]
+    return {
+        "device": [first.elapsed_time(last) for first, last in events],
+        "period": [a[0].elapsed_time(b[0]) for a, b in itertools.pairwise(events)],
+        "launch": launch,
+        "drain": sum(drain) / len(events),
+    }
 
 
 def _event() -> Any:
