@@ -48,7 +48,8 @@ def main(verbose: bool) -> None:
     Exit codes: 0 done; 2 wrong job file or usage; 3 model, prompts or reward unreadable; 4 output
     not writable or another run's; 5 the engine failed; 6 rollouts are missing at the end; 7 no
     readable dataset; 8 training can't go on, or weights do not agree with a dataset; 9 stopped by
-    a signal, with everything finished committed; 10 more rollouts failed than the job allows.
+    a signal, with everything finished committed; 10 more rollouts failed than the job allows; 11
+    verify found damage.
     """
     level = logging.INFO if verbose else logging.WARNING
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
@@ -98,6 +99,24 @@ def inspect(path: str, storage_options: Sequence[str], **asked: Any) -> None:
     from rollout.inspect_command import run_inspect
 
     click.echo(run_inspect(path, storage_options, **asked))
+
+
+@main.command()
+@click.argument("path")
+@click.option("--digests-only", is_flag=True, help="Compare bytes, but don't decode the rows.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_storage_options
+@_expected_errors
+def verify(path: str, digests_only: bool, as_json: bool, storage_options: Sequence[str]) -> None:
+    """Check every byte and every row of a dataset, and name what is damaged or missing."""
+    from rollout.storage import Storage
+    from rollout.storage_arguments import parse_storage_options
+    from rollout.verify import verify_dataset
+
+    storage = Storage.open(path, parse_storage_options(storage_options))
+    report = verify_dataset(storage, rows=not digests_only)
+    click.echo(json.dumps(report.as_dict()) if as_json else report.text())
+    report.check()
 
 
 @main.command()

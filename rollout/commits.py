@@ -37,7 +37,7 @@ def read_commit(storage: Storage, name: str) -> CommitRecord:
         FileNotFoundError: the part is not committed.
         DatasetError: the record is damaged or of a newer format.
     """
-    return _parse(storage, name, storage.read_bytes(name))
+    return parse_commit(storage, name, storage.read_bytes(name))
 
 
 def read_commits(storage: Storage) -> list[CommitRecord]:
@@ -63,7 +63,7 @@ def iter_commits(storage: Storage) -> Iterator[CommitRecord]:
             ) from data
         if isinstance(data, Exception):
             raise data
-        yield _parse(storage, name, data)
+        yield parse_commit(storage, name, data)
 
 
 def commit_names(storage: Storage) -> list[str]:
@@ -104,7 +104,12 @@ def read_ahead(storage: Storage, names: list[str]) -> Iterator[tuple[str, bytes 
                 yield first, future.result() if error is None else error
 
 
-def _parse(storage: Storage, name: str, data: bytes) -> CommitRecord:
+def parse_commit(storage: Storage, name: str, data: bytes) -> CommitRecord:
+    """Parse a commit record.
+
+    Raises:
+        DatasetError: it is damaged or of a newer format.
+    """
     try:
         return CommitRecord.from_json(data)
     except RecordError as error:

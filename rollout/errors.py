@@ -65,3 +65,9 @@ class TooManyFailedError(IncompleteError):
     """Raised when a larger share of a job's rollouts failed than it allows."""
 
     exit_code = 10
+
+
+class DamagedError(DatasetError):
+    """Raised when `rollout verify` finds a part of a dataset damaged or missing."""
+
+    exit_code = 11

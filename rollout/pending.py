@@ -18,21 +18,17 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
-
-import pyarrow as pa
+from typing import Final
 
 from rollout.dataset import DatasetWriter
 from rollout.errors import DatasetError
 from rollout.part_work import WriteShard, write_verified
 from rollout.rows import PlanEntry, Rejection, RolloutRow
-from rollout.schema.columns import SCHEMA
 from rollout.schema.records import CommitRecord
 from rollout.shard import ROW_GROUP_BYTES, open_shard
+from rollout.table_rows import ROW_COLUMNS, table_rows
 
 _log = logging.getLogger(__name__)
-# all but the counts, which follow from the rest
-_COLUMNS: Final = [name for name in SCHEMA.names if not name.startswith("num_")]
 _STALE_SECONDS: Final = 3600.0  # a file whose description never came
 
 
@@ -228,24 +224,8 @@ class PendingParts:
         rows: list[RolloutRow] = []
         with open_shard(part.path.with_suffix(".parquet")) as shard:
             for group in range(shard.num_row_groups):
-                table = shard.read_row_group(group, columns=_COLUMNS)
-                rows += _rows_of(table, keys[len(rows) : len(rows) + table.num_rows])
+                table = shard.read_row_group(group, columns=list(ROW_COLUMNS))
+                rows += table_rows(table, keys[len(rows) : len(rows) + table.num_rows])
         if tuple(row.key for row in rows) != part.keys:
             raise DatasetError(f"{part.path}: its shard holds other rollouts")
         return rows
-
-
-def _rows_of(table: pa.Table, keys: Sequence[str]) -> list[RolloutRow]:
-    """Turn a shard's rows back into what they were written from."""
-    columns: dict[str, list[Any]] = {}
-    for name in table.column_names:
-        column = table[name]
-        columns[name] = (
-            [None if item.values is None else item.values.to_numpy() for item in column]
-            if pa.types.is_list(column.type)
-            else column.to_pylist()
-        )
-    return [
-        RolloutRow(prompt_key=key, **{name: values[i] for name, values in columns.items()})
-        for i, key in enumerate(keys)
-    ]

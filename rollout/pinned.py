@@ -122,15 +122,19 @@ def pinned_groups(
 
 
 def _check_shards(view: DatasetView) -> None:
-    """Raise DatasetError where a record names a shard that is not there."""
-    there = set(view.storage.list(DATA_FOLDER))
+    """Raise DatasetError where a shard that a record names is missing or has another size."""
+    there = view.storage.sizes(DATA_FOLDER)
     for record in view.shards:
         assert record.file is not None
-        if record.file.rpartition("/")[2] not in there:
-            raise DatasetError(
-                f"dataset {view.storage.url}: {record.file} is missing although its commit record "
-                "exists: copy the dataset again"
-            )
+        size = there.get(record.file.rpartition("/")[2])
+        if size == record.size:
+            continue
+        found = "is missing although its commit record exists"
+        if size is not None:
+            found = f"has {size} bytes, expected {record.size}"
+        raise DatasetError(
+            f"dataset {view.storage.url}: {record.file} {found}: copy the dataset again"
+        )
 
 
 def _check_vocabulary(url: str, shards: Sequence[CommitRecord], vocab_size: int) -> None:

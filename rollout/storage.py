@@ -37,6 +37,7 @@ from rollout.storage_probe import prove_writable
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
+_ErrorClass = type[OutputError] | type[DatasetError]
 RETRY_SECONDS: Final = 300.0
 
 # protocols whose create-only put is decided by the server, not by a look before the write
@@ -242,21 +243,26 @@ class Storage:
         self._call("write", name, put, OutputError)
 
     def list(self, folder: str) -> list[str]:
-        """Name the files directly in a folder, sorted; nothing where there is no folder.
+        """Name the files directly in a folder, sorted; see `sizes`."""
+        return sorted(self.sizes(folder))
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Name the files directly in a folder with their bytes; none where there is no folder.
 
         Raises:
             DatasetError: it can't be listed.
         """
 
-        def listed() -> list[str]:
+        def listed() -> dict[str, int]:
             # another process may have written since the listing was cached
             self._fs.invalidate_cache()
             try:
                 found = self._fs.ls(self._path(folder), detail=True)
             except FileNotFoundError:
-                return []
-            names = (str(item["name"]) for item in found if item["type"] == "file")
-            return sorted(base for name in names if (base := name.rsplit("/", 1)[-1]))
+                return {}
+            files = (item for item in found if item["type"] == "file")
+            names = {str(item["name"]).rsplit("/", 1)[-1]: item["size"] for item in files}
+            return {name: int(size or 0) for name, size in names.items() if name}
 
         return self._call("list", folder, listed, DatasetError)
 
@@ -296,8 +302,7 @@ class Storage:
     def probe(self) -> None:
         """Prove that a dataset can be written here: write, read back, create twice, delete.
 
-        Run it before anything expensive starts; it does not retry, and leaves nothing behind, no
-        folder either.
+        Run it before anything expensive starts; it does not retry and leaves nothing behind.
 
         Raises:
             OutputError: the first step that fails, and why.
@@ -358,7 +363,7 @@ class Storage:
         what: str,
         name: str,
         function: Callable[[], _Result],
-        error_class: type[OutputError] | type[DatasetError],
+        error_class: _ErrorClass,
     ) -> _Result:
         """Run one storage call, repeat it while that may help, and say what failed."""
 
@@ -387,11 +392,7 @@ class Storage:
             raise self._failed(what, name, error, error_class) from error
 
     def _failed(
-        self,
-        what: str,
-        name: str,
-        error: BaseException,
-        error_class: type[OutputError] | type[DatasetError],
+        self, what: str, name: str, error: BaseException, error_class: _ErrorClass
     ) -> OutputError | DatasetError:
         return error_class(f"storage {self.url}: can't {what} {name}: {self._reason(error)}")
 

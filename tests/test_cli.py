@@ -72,6 +72,7 @@ CODES = {
     "TrainingError": 8,
     "StoppedError": 9,
     "TooManyFailedError": 10,
+    "DamagedError": 11,
 }
 
 

@@ -1,0 +1,435 @@
+"""Every fault of a dataset is named by `rollout verify`, and refused by the loader."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from dataset_tools import STORAGES, new_storage, open_writer, rows_of
+from loader_cases import group, open_loader, shard_path, twelve_groups, write
+from s3_server import s3_server
+from synthetic import make_rejection, make_row, plan
+
+from rollout import verify_shard
+from rollout.cli import main
+from rollout.dataset import read_dataset
+from rollout.errors import DamagedError, DatasetError, IncompleteError
+from rollout.rows import RolloutRow
+from rollout.schema.records import CommitRecord
+from rollout.shard import write_shard
+from rollout.storage import Storage
+from rollout.verify import VerifyReport, verify_dataset
+
+
+def verify(path: Path | str, **options: Any) -> VerifyReport:
+    return verify_dataset(Storage.open(path), **options)
+
+
+def faults(report: VerifyReport) -> list[tuple[str, str]]:
+    return [(fault.file, fault.problem) for fault in report.faults]
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pristine") / "out"
+    twelve_groups(str(path))
+    open_writer(Storage.open(path)).commit_part("u000000", [], [make_rejection("bad")])
+    return path
+
+
+@pytest.fixture
+def dataset(pristine: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path / "run"))
+
+
+def records(path: Path) -> list[CommitRecord]:
+    return list(read_dataset(Storage.open(path)).shards)
+
+
+def rewrite(path: Path, number: int, /, **changes: Any) -> None:
+    """Change fields of a commit record."""
+    record = records(path)[number]
+    name = path / f"_commit/u000000-{number:05d}.json"
+    name.write_bytes(dataclasses.replace(record, **changes).to_json())
+
+
+@pytest.mark.parametrize("kind", STORAGES)
+def test_a_whole_dataset(kind: str, tmp_path: Path) -> None:
+    storage = new_storage(kind, tmp_path)
+    writer = open_writer(storage)
+    writer.append_plan(plan("u0", "a", "b", "x") + plan("u1", "c"))
+    mixed = [make_row("b", i, kind=kind, draws=3) for i, kind in enumerate(("top", "none", "top"))]
+    writer.commit_part("u0", [*rows_of("a", 4), *mixed], [make_rejection("x")])
+    failed = [make_rejection("b", 3), make_rejection("unreadable")]
+    writer.commit_part("u0", [], failed)
+    writer.commit_part("u1", rows_of("c", 4))
+    report = verify_dataset(storage)
+    assert (report.faults, report.leftovers) == ([], 0)
+    assert (report.parts, report.shards, report.rollouts, report.tokens) == (3, 2, 11, 44)
+    assert (report.prompts_planned, report.prompts_rejected) == (4, 2)
+    assert (report.rollouts_failed, report.rollouts_missing) == (1, 0)
+    report.check()
+
+
+def test_on_s3() -> None:
+    with s3_server("bucket") as endpoint:
+        options = {"endpoint_url": endpoint, "key": "k", "secret": "s"}
+        storage = Storage.open("s3://bucket/run [7b]", options)
+        writer = open_writer(storage)
+        writer.append_plan(plan("u0", "a", "b"))
+        for prompt in "ab":
+            writer.commit_part("u0", rows_of(prompt, 4))
+        whole = verify_dataset(storage)
+        assert (whole.rollouts, whole.faults) == (8, [])
+        file = str(read_dataset(storage).shards[1].file)
+        data = storage.read_bytes(file)
+        storage.write_bytes(file, data[:-5])
+        assert faults(verify_dataset(storage)) == [
+            (file, f"has {len(data) - 5} bytes, expected {len(data)}")
+        ]
+        storage.write_bytes(file, b"")
+        assert faults(verify_dataset(storage)) == [(file, f"has 0 bytes, expected {len(data)}")]
+        storage.delete(file)
+        assert faults(verify_dataset(storage)) == [(file, "is missing")]
+
+
+Planted = Callable[[Path], list[tuple[str, str]]]
+
+
+def _truncated(path: Path) -> list[tuple[str, str]]:
+    shard = shard_path(str(path))
+    size = shard.stat().st_size
+    os.truncate(shard, size // 2)
+    return [(f"data/{shard.name}", f"has {size // 2} bytes, expected {size}")]
+
+
+def _short_by_ten_rows(path: Path) -> list[tuple[str, str]]:
+    shard = shard_path(str(path))
+    size = shard.stat().st_size
+    record = read_dataset(Storage.open(path)).record
+    rows = [row for index in range(4) for row in group(index)]
+    info = write_shard(shard, rows[:-10], record.fingerprint, row_group_bytes=600)
+    assert info.rows == 6
+    return [(f"data/{shard.name}", f"has {info.size} bytes, expected {size}")]
+
+
+def _empty(path: Path) -> list[tuple[str, str]]:
+    shard = shard_path(str(path))
+    size = shard.stat().st_size
+    shard.write_bytes(b"")
+    return [(f"data/{shard.name}", f"has 0 bytes, expected {size}")]
+
+
+def _swapped(path: Path) -> list[tuple[str, str]]:
+    first, second = sorted((path / "data").iterdir())[:2]
+    sizes = [first.stat().st_size, second.stat().st_size]
+    first.rename(path / "x")
+    second.rename(first)
+    (path / "x").rename(second)
+    return [
+        (f"data/{first.name}", f"has {sizes[1]} bytes, expected {sizes[0]}"),
+        (f"data/{second.name}", f"has {sizes[0]} bytes, expected {sizes[1]}"),
+    ]
+
+
+def _missing(path: Path) -> list[tuple[str, str]]:
+    shard = shard_path(str(path))
+    shard.unlink()
+    return [(f"data/{shard.name}", "is missing")]
+
+
+def _torn_record(path: Path) -> list[tuple[str, str]]:
+    name = path / "_commit/u000000-00001.json"
+    os.truncate(name, name.stat().st_size // 2)
+    return [("_commit/u000000-00001.json", "not JSON")]
+
+
+def _empty_record(path: Path) -> list[tuple[str, str]]:
+    (path / "_commit/u000000-00002.json").write_bytes(b"")
+    return [("_commit/u000000-00002.json", "not JSON")]
+
+
+def _lost_record(path: Path) -> list[tuple[str, str]]:
+    (path / "_commit/u000000-00000.json").unlink()
+    return [("_commit/u000000-00000.json", "is missing although later parts exist")]
+
+
+PLANTED = {
+    "truncated": _truncated,
+    "short by ten rows": _short_by_ten_rows,
+    "empty": _empty,
+    "swapped": _swapped,
+    "missing": _missing,
+    "torn record": _torn_record,
+    "empty record": _empty_record,
+    "lost record": _lost_record,
+}
+
+
+@pytest.mark.parametrize("plant", PLANTED.values(), ids=PLANTED)
+def test_damage_is_named_and_the_loader_refuses_it_before_a_batch(
+    dataset: Path, plant: Planted
+) -> None:
+    expected = plant(dataset)
+    for rows in (True, False):
+        report = verify(dataset, rows=rows)
+        found = faults(report)
+        assert [file for file, _ in found] == [file for file, _ in expected]
+        for (_, problem), (_, part) in zip(found, expected, strict=True):
+            assert part in problem
+        with pytest.raises(DamagedError, match=expected[0][0]):
+            report.check()
+    with pytest.raises(DatasetError):
+        next(iter(open_loader(str(dataset))))
+
+
+def test_shards_of_one_size_that_were_swapped(tmp_path: Path) -> None:
+    # the sizes say nothing here
+    path = tmp_path / "run"
+    parts = [
+        [make_row(f"p{i}", j, vocab=99, lengths=[1, 3], reward=j) for j in (0, 1)]
+        for i in range(16)
+    ]
+    write(str(path), parts)
+    by_size: dict[int, list[Path]] = {}
+    for file in sorted((path / "data").iterdir()):
+        by_size.setdefault(file.stat().st_size, []).append(file)
+    first, second, *_ = max(by_size.values(), key=len)
+    data = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(data)
+    assert [file for file, _ in faults(verify(path))] == [
+        f"data/{file.name}" for file in (first, second)
+    ]
+    seen: list[str] = []
+    with pytest.raises(DatasetError, match="changed after it was committed"):
+        read_into(seen, path)
+    swapped = {f"p{int(file.name.split('-')[1])}" for file in (first, second)}
+    assert not swapped & {rollout_id.split(".")[0] for rollout_id in seen}
+
+
+def read_into(seen: list[str], path: Path) -> None:
+    """Note the rollouts that the loader yields, until it raises."""
+    for batch in open_loader(str(path), groups_per_step=1):
+        seen += batch.rollout_ids
+
+
+class Flipper:
+    """A shard of two row groups, of which one bit at a time is wrong."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "run"
+        write(str(self.path), [[*group(0, 2), *group(1, 2)]], row_group_bytes=300)
+        (self.record,) = records(self.path)
+        assert len(self.record.row_groups) == 2
+        self.file = shard_path(str(self.path))
+        self.size = self.file.stat().st_size
+
+    def where(self, position: int) -> int | None:
+        """The row group that a byte is in."""
+        for index, part in enumerate(self.record.row_groups):
+            if part.offset <= position < part.offset + part.size:
+                return index
+        return None
+
+    def flip(self, position: int) -> None:
+        """Flip one bit of a byte; twice is never."""
+        with self.file.open("r+b") as file:
+            file.seek(position)
+            value = file.read(1)[0]
+            file.seek(position)
+            file.write(bytes([value ^ (1 << position % 8)]))
+
+
+def test_every_flipped_byte_is_named(tmp_path: Path) -> None:
+    # all bytes of the shard, page headers, data, footer and magic
+    shard = Flipper(tmp_path)
+    storage = Storage.open(shard.path)
+    for position in range(shard.size):
+        shard.flip(position)
+        with pytest.raises(DatasetError) as caught:
+            verify_shard.check_bytes(storage, shard.record)
+        shard.flip(position)
+        index = shard.where(position)
+        place = "outside of its row groups" if index is None else f"in row group {index} (bytes"
+        assert place in str(caught.value)
+    assert verify(shard.path).faults == []
+
+
+def test_a_flipped_byte_through_the_command(tmp_path: Path) -> None:
+    shard = Flipper(tmp_path)
+    for position in (0, shard.record.row_groups[1].offset + 9, shard.size - 5):
+        shard.flip(position)
+        result = CliRunner().invoke(main, ["verify", str(shard.path)])
+        shard.flip(position)
+        assert result.exit_code == 11
+        assert f"DAMAGED data/{shard.file.name}: other bytes than were committed" in result.output
+        assert f"error: {shard.path}: damaged: data/{shard.file.name}" in result.output
+
+
+def test_the_loader_yields_no_row_of_a_row_group_with_a_flipped_byte(tmp_path: Path) -> None:
+    # each row group is one prompt's; every byte would take too long: 30 in each, and its ends
+    shard = Flipper(tmp_path)
+    groups = [{f"p{index}.{i}" for i in range(2)} for index in range(2)]
+    for index, part in enumerate(shard.record.row_groups):
+        offsets = {*range(0, part.size, part.size // 30), part.size - 1}
+        for position in sorted(part.offset + offset for offset in offsets):
+            shard.flip(position)
+            seen: list[str] = []
+            with pytest.raises(DatasetError, match=r"damaged|changed after it was committed"):
+                read_into(seen, shard.path)
+            shard.flip(position)
+            assert set(seen) <= groups[1 - index]
+
+
+def test_records_that_contradict_themselves_are_named(pristine: Path, tmp_path: Path) -> None:
+    record = records(pristine)[1]
+    first, *rest = record.keys
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"rows": 15}, "15 rollouts, but 16 keys"),
+        ({"keys": (first, first, *rest[1:])}, "16 rollouts, but 15 different keys"),
+        ({"keys": ((first[0], -1), *rest)}, "negative"),
+        ({"groups": record.groups[:-1]}, "16 rollouts, but 12 rows in its prompt groups"),
+        ({"groups": record.groups[::-1]}, "does not start at row 0"),
+        ({"row_groups": record.row_groups[::-1]}, "row group 1 is said to start at byte"),
+        ({"size": record.row_groups[-1].offset}, "its row groups end at byte"),
+        ({"part": 7}, "it says that it is part 7"),
+        ({"file": "../elsewhere.parquet"}, "it names '../elsewhere.parquet'"),
+        ({"file": None}, "but the shard is None"),
+        ({"rejected_rows": 1}, "but their table is None"),
+        ({"tokens": "many"}, "a field has the wrong type"),
+    ]
+    for number, (changes, problem) in enumerate(cases):
+        path = Path(shutil.copytree(pristine, tmp_path / str(number)))
+        rewrite(path, 1, **changes)
+        (found, *_) = faults(verify(path))
+        assert found[0] == "_commit/u000000-00001.json"
+        assert problem in found[1]
+
+
+def test_numbers_that_only_the_shard_can_contradict(dataset: Path) -> None:
+    record = records(dataset)[1]
+    for changes, problem in (
+        ({"tokens": record.tokens + 1}, f"holds {record.tokens} tokens"),
+        ({"entries": 0}, f"holds {record.entries} support entries, its record says 0"),
+        ({"max_token_id": 5}, "as its largest token id, its record says 5"),
+        ({"keys": tuple((key, i + 1) for key, i in record.keys)}, "not that of its record"),
+    ):
+        name = dataset / "_commit/u000000-00001.json"
+        name.write_bytes(dataclasses.replace(record, **changes).to_json())
+        (found,) = (f for f in faults(verify(dataset)) if f[0].startswith("data/"))
+        assert found[0] == record.file
+        assert problem in found[1]
+
+
+def _writes(field: str, change: Callable[[Any], Any]) -> Callable[[RolloutRow], None]:
+    def apply(row: RolloutRow) -> None:
+        setattr(row, field, change(getattr(row, field)))
+
+    return apply
+
+
+BAD_ROWS: dict[str, tuple[Callable[[RolloutRow], None], str]] = {
+    "sampled logprob": (
+        _writes("sampled_logprobs", lambda a: np.nextafter(a, np.float32(-9))),
+        "sampled_logprob_mismatch",
+    ),
+    "sampled token": (_writes("token_ids", lambda a: a + 1), "sampled_not_in_support"),
+    "group size": (_writes("group_size", lambda _: 0), "group_size is 0"),
+    "metadata": (_writes("metadata", lambda _: "{'a': 1}"), "its metadata is no JSON"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_a_row_that_was_written_wrong_is_named(tmp_path: Path, name: str) -> None:
+    # as a writer with a defect would: bytes and records agree
+    change, problem = BAD_ROWS[name]
+    storage = Storage.open(tmp_path / "run")
+    writer = open_writer(storage)
+    writer.append_plan(plan("u0", "a", "b"))
+    rows = [*rows_of("a", 4), *rows_of("b", 4)]
+    change(rows[6])
+    record = writer.commit_part("u0", rows)
+    assert record is not None
+    ((file, found),) = faults(verify_dataset(storage))
+    assert file == record.file
+    assert found.startswith("rollout 'b.2': ")
+    assert problem in found
+    assert verify_dataset(storage, rows=False).faults == []
+
+
+def test_supports_out_of_order_or_with_an_id_twice() -> None:
+    entries = np.sort(make_row(lengths=[1, 4, 2]).support_entries)
+    offsets = np.array([0, 1, 5, 7])
+    assert entries is not None
+    for start, end in ((1, 5), (5, 7)):
+        wrong = entries.copy()
+        wrong[start:end] = wrong[start:end][::-1]
+        assert verify_shard.order_problem(wrong, offsets) == "a support is not in canonical order"
+    # the same number in two tokens is fine, twice in one is not
+    ids = np.array([7, 7, 8, 9, 10, 7, 8], np.uint64) | np.uint64(0xBF000000_00000000)
+    assert verify_shard.order_problem(ids, offsets) is None
+    ids[2] = ids[1] + (np.uint64(1) << np.uint64(32))
+    ids[3:5] += np.uint64(2) << np.uint64(32)
+    assert verify_shard.order_problem(ids, offsets) == "a support lists an id twice"
+
+
+def test_the_plan_and_the_rejected_tables_are_checked(dataset: Path) -> None:
+    (table,) = (dataset / "_rejected").iterdir()
+    os.truncate(table, 100)
+    (dataset / "_plan/000001.parquet").unlink()
+    found = dict(faults(verify(dataset)))
+    assert set(found) == {"_plan/000001.parquet", f"_rejected/{table.name}"}
+    assert "damaged" in found[f"_rejected/{table.name}"]
+    table.unlink()
+    assert dict(faults(verify(dataset)))[f"_rejected/{table.name}"] == "is missing"
+
+
+def test_rollouts_committed_twice_or_unplanned_are_named(dataset: Path) -> None:
+    record = records(dataset)[2]
+    again = records(dataset)[0].keys
+    rewrite(dataset, 2, keys=again)
+    found = faults(verify(dataset, rows=False))
+    assert found == [
+        ("_commit/u000000-00002.json", "16 of its rollouts are in an earlier record too")
+    ]
+    stranger = tuple((f"new {key}", index) for key, index in record.keys)
+    rewrite(dataset, 2, keys=stranger)
+    found = faults(verify(dataset, rows=False))
+    assert found == [
+        ("_commit/u000000-00002.json", "16 of its rollouts are not planned for u000000")
+    ]
+
+
+def test_what_is_not_there_yet_is_no_damage(tmp_path: Path) -> None:
+    storage = Storage.open(tmp_path / "run")
+    writer = open_writer(storage)
+    writer.append_plan(plan("u0", "a", "b"))
+    writer.commit_part("u0", rows_of("a", 3))
+    storage.write_bytes("data/u0-00001-0123456789abcdef.parquet", b"half")
+    report = verify_dataset(storage)
+    # one sample of a group of four, and the group of which nothing is known but the plan
+    assert (report.faults, report.leftovers, report.rollouts_missing) == ([], 1, 2)
+    with pytest.raises(IncompleteError, match="2 rollouts are missing"):
+        report.check()
+    result = CliRunner().invoke(main, ["verify", str(tmp_path / "run")])
+    assert result.exit_code == 6
+    assert "1 files that no record names" in result.output
+
+
+def test_the_command_prints_json(dataset: Path) -> None:
+    result = CliRunner().invoke(main, ["verify", str(dataset), "--json"])
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.output)
+    assert printed["verify_version"] == 1
+    assert (printed["rollouts"], printed["prompts_rejected"], printed["faults"]) == (48, 1, [])
+    (dataset / "_dataset.json").unlink()
+    assert CliRunner().invoke(main, ["verify", str(dataset)]).exit_code == 7
