@@ -9,14 +9,15 @@ import hashlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-# runs are merged up to this many keys: larger ones would be copied too often
-_LARGEST_RUN: Final = 2**18
-_GROWTH: Final = 2**15
+# runs are merged up to this many keys: what larger ones leave behind when they are copied, the
+# allocator would keep
+_LARGEST_RUN: Final = 2**16
+_CHUNK: Final = 2**15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,16 +128,18 @@ class Column:
     """
 
     def __init__(self, dtype: str) -> None:
-        self._values = np.zeros(0, dtype)
+        self._dtype = dtype
+        self._chunks: list[NDArray[Any]] = []
 
     def __getitem__(self, number: int) -> int:
-        return int(self._values[number]) if number < self._values.size else 0
+        chunk = number // _CHUNK
+        return int(self._chunks[chunk][number % _CHUNK]) if chunk < len(self._chunks) else 0
 
     def __setitem__(self, number: int, value: int) -> None:
-        if number >= self._values.size:
-            # in place, since a copy would need the memory twice; nobody else holds the array
-            self._values.resize((number // _GROWTH + 1) * _GROWTH, refcheck=False)
-        self._values[number] = value
+        chunk = number // _CHUNK
+        while chunk >= len(self._chunks):
+            self._chunks.append(np.zeros(_CHUNK, self._dtype))
+        self._chunks[chunk][number % _CHUNK] = value
 
 
 class IdSet:

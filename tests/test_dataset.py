@@ -319,7 +319,7 @@ def test_a_failed_upload_leaves_no_scratch_file(
         raise OSError(28, "no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("rollout.dataset.write_shard", full)
+        patch.setattr("rollout.part_work.write_shard", full)
         with pytest.raises(OutputError, match="no space left"):
             writer.commit_part("u0", rows_of("a"))
     assert list(scratch.iterdir()) == []
