@@ -344,14 +344,15 @@ def _unpacked(
     """
     count = sum(part.size for part in parts)
     ids, logprobs = empty(count, np.int32), empty(count, np.float32)
-    bits, start = logprobs.view(np.int32), 0
+    bits, start = logprobs.view(np.uint32), 0
     for part in parts:
         # a piece at a time, so that the second read of it comes from the cache
         for first in range(0, part.size, _UNPACKED_AT_ONCE):
-            halves = part[first : first + _UNPACKED_AT_ONCE].view("<i4")
-            stop = start + halves.size // 2
-            ids[start:stop] = halves[0::2]
-            bits[start:stop] = halves[1::2]
+            piece = part[first : first + _UNPACKED_AT_ONCE]
+            stop = start + piece.size
+            # the low halves: a cast is faster than every second element
+            np.copyto(ids[start:stop], piece, casting="unsafe")
+            bits[start:stop] = piece.view("<u4")[1::2]
             start = stop
     return ids, logprobs
 

@@ -18,9 +18,11 @@ from rollout.loader_config import LoaderConfig, LoaderReport
 from rollout.loader_state import Cursor
 from rollout.prefetch import BlockCache
 from rollout.recycled import RecycledArrays
+from rollout.rows import RolloutRow
 from rollout.scalars import ScalarIndex
-from rollout.shard_reader import PinnedShard, ShardReader
-from rollout.step_plan import Selected, StepPlan, plan_step
+from rollout.shard_bytes import PinnedShard
+from rollout.shard_reader import ShardReader
+from rollout.step_plan import Pick, Selected, StepPlan, plan_step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +166,7 @@ class EpochRun:
 
         def load(block: Block) -> pa.Table | None:
             # storage that is not local is asked once for a row group that is needed whole
-            if block not in own_blocks or self._reader.is_local(block[0]):
+            if block not in own_blocks or self._shards[block[0]].is_local:
                 return None
             return cache.get(block).scalars
 
@@ -222,7 +224,7 @@ class EpochRun:
         picks = planned.picks(index)
         if picks:
             batch = pack_rollouts(
-                [cache.get(pick.block).row(pick.row) for pick in picks],
+                self._rows(cache, picks),
                 [pick.advantage for pick in picks],
                 untruncated=self._config.untruncated,
                 columns=self._config.batch_columns,
@@ -234,6 +236,17 @@ class EpochRun:
         if self._device.type == "cuda":
             return batch.pin_memory().to(self._device, non_blocking=True)
         return batch if self._device.type == "cpu" else batch.to(self._device)
+
+    def _rows(self, cache: BlockCache, picks: Sequence[Pick]) -> list[RolloutRow]:
+        """Return the rollouts of a micro-batch, asking for each row group once."""
+        places: dict[Block, list[int]] = {}
+        for place, pick in enumerate(picks):
+            places.setdefault(pick.block, []).append(place)
+        rows: dict[int, RolloutRow] = {}
+        for block, own in places.items():
+            decoded = cache.get(block)
+            rows.update((place, decoded.row(picks[place].row)) for place in own)
+        return [rows[place] for place in range(len(picks))]
 
     def _take(self, cache: BlockCache, planned: StepPlan, index: int, own: set[int]) -> None:
         """Let go of the rows of a micro-batch: they were taken, or are another worker's."""

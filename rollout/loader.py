@@ -35,8 +35,10 @@ from rollout.loader_state import Cursor, make_state, read_state
 from rollout.pinned import Paths, PinnedDataset, pin_datasets, pinned_groups
 from rollout.ranks import resolve_rank
 from rollout.recycled import RecycledArrays
+from rollout.row_group_cache import RowGroupCache
 from rollout.scalars import ScalarIndex, Where, select_rows
-from rollout.shard_reader import ShardReader, Verify
+from rollout.shard_bytes import ShardBytes, Verify
+from rollout.shard_reader import ShardReader
 from rollout.step_plan import Selected
 
 _log = logging.getLogger(__name__)
@@ -67,11 +69,13 @@ class RolloutLoader(IterableDataset[RolloutBatch]):
             true are left out and counted. Their rewards still count for their group.
         world_size: ranks that read different data; unset, from torch.distributed.
         rank: of this process among them.
-        verify: `digests` compares each row group's sha256 when this loader first reads it; `pages`
+        verify: `digests` compares each row group's digest when this loader first reads it; `pages`
             leaves it at the checksum of every page.
         prefetch_bytes: decoded row groups held and in flight.
         decode_threads: threads that fetch and decode ahead.
-        cache_folder: a local folder that keeps fetched row groups by digest, for remote storage.
+        cache_folder: a local folder that keeps fetched row groups by digest, for remote storage;
+            any number of processes may share it.
+        cache_bytes: most bytes that it holds; what was not used for longest goes first.
         device: where batches go; on CUDA from pinned memory, without waiting.
         **settings: fields of `LoaderConfig`.
 
@@ -96,6 +100,7 @@ class RolloutLoader(IterableDataset[RolloutBatch]):
         prefetch_bytes: int = 2**30,
         decode_threads: int = 2,
         cache_folder: str | Path | None = None,
+        cache_bytes: int = 2**36,
         device: torch.device | str = "cpu",
         **settings: Any,
     ) -> None:
@@ -114,6 +119,7 @@ class RolloutLoader(IterableDataset[RolloutBatch]):
         self._prefetch_bytes = prefetch_bytes
         self._threads = decode_threads
         self._cache_folder = None if cache_folder is None else Path(cache_folder)
+        self._cache_bytes = cache_bytes
         self._device = torch.device(device)
         datasets = pin_datasets(
             path,
@@ -297,12 +303,11 @@ class RolloutLoader(IterableDataset[RolloutBatch]):
             )
 
     def _open_reader(self) -> None:
-        self._reader = ShardReader(
-            self._shards,
-            columns=self.config.read_columns,
-            verify=self._verify,
-            cache_folder=self._cache_folder,
-        )
+        cache = None
+        if self._cache_folder is not None:
+            cache = RowGroupCache(self._cache_folder, self._cache_bytes)
+        source = ShardBytes(self._shards, verify=self._verify, cache=cache)
+        self._reader = ShardReader(self._shards, source, columns=self.config.read_columns)
         self._index = ScalarIndex(
             self._reader, [[g.rows for g in shard.record.row_groups] for shard in self._shards]
         )

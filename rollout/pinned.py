@@ -13,7 +13,7 @@ from rollout.epoch_plan import PlannedGroup, plan_groups
 from rollout.errors import ConfigError, DatasetError
 from rollout.schema.layout import DATA_FOLDER
 from rollout.schema.records import CommitRecord
-from rollout.shard_reader import PinnedShard
+from rollout.shard_bytes import PinnedShard
 from rollout.storage import Storage
 
 _log = logging.getLogger(__name__)

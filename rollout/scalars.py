@@ -103,8 +103,8 @@ class ScalarIndex:
 
     def _convert(self, block: Block, table: pa.Table) -> Scalars:
         def numbers(name: str, dtype: Any) -> NDArray[Any]:
-            # pyarrow turns a null float into NaN
-            values: NDArray[Any] = table[name].to_numpy().astype(dtype)
+            # by polars: a null float is NaN, and nothing imports pandas
+            values: NDArray[Any] = pl.Series(table[name]).to_numpy().astype(dtype)
             return values
 
         num_tokens = numbers("num_tokens", np.int64)
@@ -148,7 +148,7 @@ def _selected(table: pa.Table, where: Where) -> NDArray[np.bool_]:
             frame = pl.DataFrame(pl.from_arrow(numbered))
             result[frame.filter(where)["__row"].to_numpy()] = True
         else:
-            result[numbered.filter(where)["__row"].to_numpy()] = True
+            result[pl.Series(numbered.filter(where)["__row"]).to_numpy()] = True
     except (pa.ArrowException, pl.exceptions.PolarsError, TypeError) as error:
         raise ConfigError(
             f"where {where} can't be evaluated on the scalar columns: {error}"

@@ -2,12 +2,14 @@
 
 Layout, by measurement: BYTE_STREAM_SPLIT with zstd-1 for entries and floats, DELTA_BINARY_PACKED
 for offsets, page checksums on, statistics on scalar columns only, row groups closed by raw bytes
-and always under 2**31 flattened elements, where Arrow's 32-bit list offsets end.
+at the end of a prompt group, and always under 2**31 flattened elements, where Arrow's 32-bit list
+offsets end.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import IO, Any, Final, Protocol
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from blake3 import blake3
 
 from rollout.errors import DatasetError
 from rollout.rows import RolloutRow
@@ -91,13 +94,13 @@ def write_shard(
     """Write rollouts to a local Parquet file, in the order given.
 
     Support entries are put in canonical order here; draws stay in the order drawn, so that a
-    reader may take the first of them. Rows are consumed one row group at a time.
+    reader may take the first of them. Rows are consumed one prompt group at a time.
 
     Args:
         path: a local file, overwritten.
         rows: the rollouts; the samples of a prompt next to each other.
         fingerprint: the run's, for the key-value metadata.
-        row_group_bytes: raw bytes after which a row group is closed.
+        row_group_bytes: most raw bytes of a row group, unless one row alone has more.
         max_elements: most elements of one list column in one row group.
 
     Returns:
@@ -142,7 +145,7 @@ def write_shard(
         entries=entries,
         max_token_id=max_token_id,
         row_groups=tuple(
-            RowGroup(offset=start, size=length, sha256=digest, rows=count)
+            RowGroup(offset=start, size=length, blake3=digest, rows=count)
             for (start, length, count), digest in zip(ranges, digests, strict=True)
         ),
     )
@@ -223,43 +226,56 @@ def verify_shard(source: Path | IO[bytes], expected: ShardDigest, *, digests: bo
             f"shard: {size} bytes with sha256 {sha256}, expected {expected.size} with "
             f"{expected.sha256}"
         )
-    if parts != [group.sha256 for group in expected.row_groups]:
+    if parts != [group.blake3 for group in expected.row_groups]:
         raise DatasetError("shard: a row group's digest differs from its record")
 
 
 def _batches(
     rows: Iterable[RolloutRow], row_group_bytes: int, max_elements: int
 ) -> Iterator[list[RolloutRow]]:
-    """Cut rows into row groups by raw bytes and by the elements of each list column."""
+    """Cut rows into row groups: several prompt groups, or a part of one that is too large.
+
+    No row group holds a part of one prompt group beside another one, so that a reader which mixes
+    the groups of some row groups needs no others.
+    """
+    limits = np.array([row_group_bytes] + [max_elements] * len(LIST_COLUMNS), np.int64)
     batch: list[RolloutRow] = []
-    size = 0
-    elements = dict.fromkeys(LIST_COLUMNS, 0)
-    for row in rows:
-        own = {name: _elements(row, name) for name in LIST_COLUMNS}
-        widest = max(own, key=lambda name: own[name])
-        if own[widest] > max_elements:
-            raise ValueError(
-                f"rollout {row.rollout_id}: {own[widest]} values in {widest}, "
-                f"expected at most {max_elements}: set it aside or lower its max_tokens"
-            )
-        full = size + row.num_bytes > row_group_bytes or any(
-            elements[name] + own[name] > max_elements for name in LIST_COLUMNS
-        )
-        if batch and full:
+    filled = np.zeros_like(limits)
+    for _, members in itertools.groupby(rows, key=lambda row: row.group_id):
+        group = list(members)
+        loads = np.array([_load(row, max_elements) for row in group], np.int64)
+        total = loads.sum(axis=0)
+        if batch and (filled + total > limits).any():
             yield batch
-            batch, size = [], 0
-            elements = dict.fromkeys(LIST_COLUMNS, 0)
-        batch.append(row)
-        size += row.num_bytes
-        for name in LIST_COLUMNS:
-            elements[name] += own[name]
+            batch, filled = [], np.zeros_like(limits)
+        if (total <= limits).all():
+            batch += group
+            filled += total
+            continue
+        share = total[0] / (-(-total // limits)).max()
+        for row, load in zip(group, loads, strict=True):
+            if batch and (filled[0] >= share or (filled + load > limits).any()):
+                yield batch
+                batch, filled = [], np.zeros_like(limits)
+            batch.append(row)
+            filled += load
+        yield batch
+        batch, filled = [], np.zeros_like(limits)
     if batch:
         yield batch
 
 
-def _elements(row: RolloutRow, name: str) -> int:
-    array = getattr(row, name)
-    return 0 if array is None else int(array.size)
+def _load(row: RolloutRow, max_elements: int) -> list[int]:
+    """Raw bytes of a row, and the elements of each of its list columns."""
+    arrays = [getattr(row, name) for name in LIST_COLUMNS]
+    elements = [0 if array is None else int(array.size) for array in arrays]
+    if max(elements) > max_elements:
+        widest = LIST_COLUMNS[elements.index(max(elements))]
+        raise ValueError(
+            f"rollout {row.rollout_id}: {max(elements)} values in {widest}, "
+            f"expected at most {max_elements}: set it aside or lower its max_tokens"
+        )
+    return [row.num_bytes, *elements]
 
 
 def _lengths(column: Any) -> Any:
@@ -282,7 +298,7 @@ def _row_group_ranges(metadata: Any) -> list[tuple[int, int, int]]:
 
 
 def _digest(file: IO[bytes], ranges: list[tuple[int, int]]) -> tuple[int, str, list[str]]:
-    """Size and sha256 of a file, and the sha256 of ranges that rise and do not overlap."""
+    """Size and sha256 of a file, and the BLAKE3 of ranges that rise and do not overlap."""
     whole = hashlib.sha256()
     digests = []
     file.seek(0)
@@ -297,7 +313,7 @@ def _digest(file: IO[bytes], ranges: list[tuple[int, int]]) -> tuple[int, str, l
         return taken
 
     for start, length in ranges:
-        part = hashlib.sha256()
+        part = blake3()
         position += take(start - position, whole)
         position += take(length, whole, part)
         digests.append(part.hexdigest())

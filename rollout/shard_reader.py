@@ -1,21 +1,18 @@
 """Read row groups of a dataset's shards, each from one range of bytes that its record vouches for.
 
-A commit record names the byte range and the sha256 of every row group, so a reader needs no shard
+A commit record names the byte range and the digest of every row group, so a reader needs no shard
 whole: one request for the footer, which is kept, and one for each row group. The digest is
 compared when a row group is first read; page checksums are verified on every read.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Final, Literal
+from itertools import chain
+from typing import Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,13 +20,9 @@ import pyarrow.parquet as pq
 from rollout.decoded_block import DecodedBlock
 from rollout.epoch_plan import Block
 from rollout.errors import DatasetError
-from rollout.local_files import link_bytes
 from rollout.schema.columns import FINGERPRINT_KEY, FORMAT_VERSION, VERSION_KEY
-from rollout.schema.records import CommitRecord
+from rollout.shard_bytes import Data, PinnedShard, ShardBytes
 from rollout.sparse_file import SparseFile, joined_ranges
-from rollout.storage import Storage
-
-Verify = Literal["digests", "pages"]
 
 BASE_COLUMNS: Final = (
     "rollout_id",
@@ -71,26 +64,7 @@ _FOOTERS: Final = 256
 # a request costs more than the bytes of such a gap
 _GAP_BYTES: Final = 2**19
 _SCALAR_READERS: Final = 8
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PinnedShard:
-    """A shard of a dataset at the moment when the loader was made."""
-
-    storage: Storage
-    record: CommitRecord
-    fingerprint: str
-
-    @property
-    def file(self) -> str:
-        """The shard's name within its dataset."""
-        assert self.record.file is not None
-        return self.record.file
-
-    @property
-    def where(self) -> str:
-        """The shard's name for messages."""
-        return f"dataset {self.storage.url}: {self.file}"
+_PIECE_BYTES: Final = 3 * 2**20
 
 
 class ShardReader:
@@ -98,33 +72,23 @@ class ShardReader:
 
     Args:
         shards: the pinned shards.
+        source: their bytes.
         columns: those to decode.
-        verify: `digests` compares each row group's sha256 when it is first read by this reader;
-            `pages` leaves it at the size of the shard and the checksum of every page.
-        cache_folder: a local folder where fetched row groups are kept by their digest, for storage
-            that is not local; nothing is ever removed from it.
     """
 
     def __init__(
         self,
         shards: Sequence[PinnedShard],
+        source: ShardBytes,
         *,
         columns: Sequence[str],
-        verify: Verify,
-        cache_folder: Path | None,
     ) -> None:
         self._shards = shards
+        self._bytes = source
         self._columns = list(columns)
-        self._verify = verify
-        self._cache_folder = cache_folder
-        self._verified: set[Block] = set()
         self._footers: OrderedDict[int, pq.FileMetaData] = OrderedDict()
         self._lock = threading.Lock()
         self._asking: dict[int, threading.Lock] = {}
-
-    def is_local(self, shard: int) -> bool:
-        """Whether a shard is on this machine's file system."""
-        return self._shards[shard].storage.local_root is not None
 
     def read(self, block: Block) -> DecodedBlock:
         """Read and decode a row group.
@@ -137,16 +101,19 @@ class ShardReader:
         footer = self._footer(shard)
         _check_elements(pinned, footer, index)
         group = pinned.record.row_groups[index]
-        data = self._bytes(block)
+        data = self._bytes.row_group(block)
         parts = {group.offset: data}
-        table = _decode(pinned, footer, index, self._columns, parts)
-        scalars = None
-        if not self.is_local(shard):
-            # from the bytes that are here, for a planner that would ask the storage again
-            scalars = _decode(pinned, footer, index, list(PLAN_COLUMNS), parts)
         first = sum(earlier.rows for earlier in pinned.record.row_groups[:index])
-        keys = pinned.record.keys[first : first + table.num_rows]
-        return DecodedBlock(table, [prompt_key for prompt_key, _ in keys], scalars)
+        keys = pinned.record.keys[first : first + group.rows]
+        # for a planner that would have to ask the storage again
+        planned = () if pinned.is_local else PLAN_COLUMNS
+        columns = dict.fromkeys((*self._columns, *planned))
+        return DecodedBlock(
+            _decode(pinned, footer, index, list(columns), parts),
+            self._columns,
+            [prompt_key for prompt_key, _ in keys],
+            planned=planned,
+        )
 
     def scalars(self, shard: int, row_groups: Sequence[int], columns: Sequence[str]) -> pa.Table:
         """Read scalar columns of row groups, and few bytes beside them.
@@ -170,10 +137,10 @@ class ShardReader:
             for number in range(footer.num_columns)
             if (column := footer.row_group(index).column(number)).path_in_schema in wanted
         ]
-        ranges = joined_ranges(chunks, 0 if self.is_local(shard) else _GAP_BYTES)
-        parts = {start: self._range(pinned, start, size) for start, size in ranges}
-        tables = [_decode(pinned, footer, index, list(columns), parts) for index in row_groups]
-        return pa.concat_tables(tables)
+        ranges = joined_ranges(chunks, 0 if pinned.is_local else _GAP_BYTES)
+        parts = {start: self._bytes.range(shard, start, size) for start, size in ranges}
+        pieces = [_decode(pinned, footer, index, list(columns), parts) for index in row_groups]
+        return pa.Table.from_batches(chain.from_iterable(pieces))
 
     def all_scalars(self, columns: Sequence[str]) -> list[pa.Table]:
         """Read scalar columns of all shards, several at a time.
@@ -223,7 +190,7 @@ class ShardReader:
     def _fetch_footer(self, shard: int) -> pq.FileMetaData:
         pinned = self._shards[shard]
         start = max(group.offset + group.size for group in pinned.record.row_groups)
-        tail = self._range(pinned, start, pinned.record.size - start)
+        tail = self._bytes.range(shard, start, pinned.record.size - start)
         try:
             footer = pq.read_metadata(pa.BufferReader(tail))
         except (pa.ArrowException, OSError) as error:
@@ -231,89 +198,15 @@ class ShardReader:
         _check_footer(pinned, footer)
         return footer
 
-    def _bytes(self, block: Block) -> bytes:
-        """Return a row group's bytes, compared with their digest as often as was asked for."""
-        pinned = self._shards[block[0]]
-        group = pinned.record.row_groups[block[1]]
-        cached = None
-        if self._cache_folder is not None and not self.is_local(block[0]):
-            cached = self._cache_folder / group.sha256
-            data = _cached(cached, group.sha256)
-            if data is not None:
-                return data
-        data = self._range(pinned, group.offset, group.size)
-        if cached is not None or (self._verify == "digests" and block not in self._verified):
-            sha256 = hashlib.sha256(data).hexdigest()
-            if sha256 != group.sha256:
-                raise DatasetError(
-                    f"{pinned.where}: row group {block[1]} has sha256 {sha256}, expected "
-                    f"{group.sha256}: it changed after it was committed"
-                )
-            self._verified.add(block)
-        if cached is not None:
-            link_bytes(data, cached, cached.parent)
-        return data
-
-    def _range(self, pinned: PinnedShard, start: int, size: int) -> bytes:
-        """Return bytes of a shard, all of them."""
-        root = pinned.storage.local_root
-        try:
-            if root is None:
-                data = pinned.storage.read_range(pinned.file, start, size)
-            else:
-                data = _local_range(root / pinned.file, start, size, pinned)
-        except FileNotFoundError as error:
-            raise DatasetError(f"{pinned.where} is missing") from error
-        if len(data) != size:
-            raise DatasetError(
-                f"{pinned.where} ends at byte {start + len(data)}, expected "
-                f"{pinned.record.size} bytes: it changed after it was committed"
-            )
-        return data
-
-
-def _local_range(path: Path, start: int, size: int, pinned: PinnedShard) -> bytes:
-    """Read bytes of a local file that still has its size."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        if isinstance(error, FileNotFoundError):
-            raise
-        raise DatasetError(f"{pinned.where}: can't read it: {error}") from error
-    try:
-        found = os.fstat(descriptor).st_size
-        if found != pinned.record.size:
-            raise DatasetError(
-                f"{pinned.where} has {found} bytes, expected {pinned.record.size}: "
-                "it changed after it was committed"
-            )
-        return os.pread(descriptor, size, start)
-    except OSError as error:
-        raise DatasetError(f"{pinned.where}: can't read it: {error}") from error
-    finally:
-        os.close(descriptor)
-
-
-def _cached(path: Path, sha256: str) -> bytes | None:
-    """Return a cached row group that still has its digest; a damaged one is removed."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    if hashlib.sha256(data).hexdigest() == sha256:
-        return data
-    path.unlink(missing_ok=True)
-    return None
-
 
 def _decode(
     pinned: PinnedShard,
     footer: pq.FileMetaData,
     index: int,
     columns: list[str],
-    parts: dict[int, bytes],
-) -> pa.Table:
-    """Decode columns of a row group from bytes that were fetched before."""
+    parts: Mapping[int, Data],
+) -> Iterator[pa.RecordBatch]:
+    """Decode columns of a row group from bytes that were fetched before, some rows at a time."""
     source = SparseFile(parts, pinned.record.size)
     try:
         file = pq.ParquetFile(
@@ -322,9 +215,27 @@ def _decode(
             page_checksum_verification=True,
             pre_buffer=False,
         )
-        return file.read_row_group(index, columns=columns, use_threads=False)
+        # pieces that stay in the processor's cache are decoded faster than a row group at once
+        yield from file.iter_batches(
+            batch_size=_rows_of_a_piece(footer.row_group(index), set(columns)),
+            row_groups=[index],
+            columns=columns,
+            use_threads=False,
+        )
     except (pa.ArrowException, OSError) as error:
         raise DatasetError(f"{pinned.where}: row group {index} is damaged: {error}") from error
+
+
+def _rows_of_a_piece(group: pq.RowGroupMetaData, columns: set[str]) -> int:
+    """Return how many rows have about `_PIECE_BYTES` in these columns, at least one."""
+    chunks = [group.column(number) for number in range(group.num_columns)]
+    raw_bytes: int = sum(
+        chunk.total_uncompressed_size
+        for chunk in chunks
+        if chunk.path_in_schema.partition(".")[0] in columns
+    )
+    rows: int = group.num_rows
+    return max(1, rows * _PIECE_BYTES // max(raw_bytes, 1))
 
 
 def _check_footer(pinned: PinnedShard, footer: pq.FileMetaData) -> None:

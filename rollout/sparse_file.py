@@ -17,7 +17,7 @@ class SparseFile:
 
     closed = False
 
-    def __init__(self, parts: Mapping[int, bytes], size: int) -> None:
+    def __init__(self, parts: Mapping[int, bytes | memoryview], size: int) -> None:
         self._starts = sorted(parts)
         self._views = [memoryview(parts[start]) for start in self._starts]
         self._size = size

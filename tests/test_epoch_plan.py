@@ -20,7 +20,7 @@ def shard(part: int, groups: list[tuple[str, int]], row_groups: list[int]) -> Co
     return CommitRecord(
         unit="u000000", part=part, attempt="a", file=f"data/{part}.parquet", size=1, sha256="",
         rows=first, tokens=1, entries=1, max_token_id=1, keys=(), groups=tuple(ranges),
-        row_groups=tuple(RowGroup(offset=0, size=1, sha256="", rows=n) for n in row_groups),
+        row_groups=tuple(RowGroup(offset=0, size=1, blake3="", rows=n) for n in row_groups),
         rejected_file=None, rejected_rows=0, rejected_keys=(), created_at="", engine={},
     )  # fmt: skip
 

@@ -248,7 +248,7 @@ def test_one_flipped_bit_is_found_before_a_wrong_number_is_seen(local: str, veri
     path.unlink()
     path.write_bytes(data)
     message = {
-        "digests": r"row group \d has sha256 [0-9a-f]{64}, expected .*: it changed after",
+        "digests": r"row group \d has digest [0-9a-f]{64}, expected .*: it changed after",
         "pages": r"row group \d is damaged: .*",
     }[verify]
     with pytest.raises(DatasetError, match=f"data/{path.name}: {message}"):

@@ -40,8 +40,8 @@ class Source:
                 with source._lock:
                     source.alive -= 1
 
-        table = pa.table({"advantage": np.zeros(BLOCK_BYTES // 8)})
-        return Counted(table, [""] * table.num_rows)
+        piece = pa.record_batch({"advantage": np.zeros(BLOCK_BYTES // 8)})
+        return Counted([piece], ["advantage"], [""] * piece.num_rows)
 
 
 def open_cache(source: Source, blocks: list[Block], budget: int, rows: int = 1) -> BlockCache:

@@ -41,7 +41,7 @@ COMMIT = CommitRecord(
     entries=2**40,
     max_token_id=2**31 - 1,
     keys=(("schl\u00fcssel", 0), ("p", 1)),
-    row_groups=(RowGroup(offset=4, size=6, sha256="bb", rows=2),),
+    row_groups=(RowGroup(offset=4, size=6, blake3="bb", rows=2),),
     groups=(GroupRange(group_id="g", first_row=0, num_rows=2),),
     rejected_file=None,
     rejected_rows=0,

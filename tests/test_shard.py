@@ -12,6 +12,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from blake3 import blake3
 from numpy.typing import NDArray
 from synthetic import make_row, realistic_rows
 
@@ -224,7 +225,7 @@ def test_row_groups_close_by_bytes_and_their_ranges_cover_the_file(tmp_path: Pat
         following = rows[first + group.rows : first + group.rows + 1]
         assert sum(row.num_bytes for row in own + following) > 12_000 or not following
         assert group.offset == position
-        assert group.sha256 == hashlib.sha256(data[position : position + group.size]).hexdigest()
+        assert group.blake3 == blake3(data[position : position + group.size]).hexdigest()
         position += group.size
         first += group.rows
     assert first == 40
@@ -232,6 +233,20 @@ def test_row_groups_close_by_bytes_and_their_ranges_cover_the_file(tmp_path: Pat
     footer = int.from_bytes(data[-8:-4], "little")
     assert position == len(data) - 8 - footer
     assert pq.read_table(cut).equals(pq.read_table(whole))
+
+
+def test_no_row_group_holds_a_part_of_a_prompt_group_beside_another(tmp_path: Path) -> None:
+    sizes = [2, 3, 9, 1, 4, 4, 5, 20, 1]
+    rows = [
+        make_row(f"p{group}", index, lengths=[50] * 10)
+        for group, size in enumerate(sizes)
+        for index in range(size)
+    ]
+    limit = 6 * rows[0].num_bytes
+    info = write_shard(tmp_path / "x", rows, "f", row_group_bytes=limit)
+    # whole groups as far as they fit; 9 and 20 in as many pieces as it takes, about as large
+    expected = [5, 5, 4, 5, 4, 5, 5, 5, 5, 5, 1]
+    assert [group.rows for group in info.row_groups] == expected
 
 
 def test_a_row_larger_than_a_row_group_gets_its_own(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_pages_of_a_shard_of_the_right_size_are_checked(tmp_path: Path) -> None:
         shutil.copy(path, tmp_path / "copy")
         path.unlink()
         path.write_bytes(data)
-    with pytest.raises(DatasetError, match=r"row group \d+ has sha256 .*: it changed after"):
+    with pytest.raises(DatasetError, match=r"row group \d+ has digest .*: it changed after"):
         list(batches)
 
 
