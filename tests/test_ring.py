@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import queue
-import threading
+import os
+import resource
+import signal
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,7 +18,8 @@ from spool_blocks import entries_of
 from rollout.capture import ring
 from rollout.capture.batch import BatchRows
 from rollout.capture.request import GREEDY, KEPT, NONE, SKIP, TOP, CaptureSettings
-from rollout.spool import FLAG_LOST, FLAG_OVERFLOW, SpoolReader, SpoolWriter, StepBlock, StoredStep
+from rollout.capture.ring_process import take_steps
+from rollout.spool import FLAG_LOST, FLAG_OVERFLOW, SpoolReader, StoredStep
 
 VOCAB = 50
 
@@ -42,17 +44,17 @@ class Stream:
 
 @pytest.fixture(autouse=True)
 def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("zeros", "empty_like"):
-        stock = getattr(torch, name)
+    stock = torch.zeros
 
-        def unpinned(*args: Any, _stock: Any = stock, pin_memory: bool = False, **kw: Any) -> Any:
-            return _stock(*args, **kw)
+    def unpinned(*args: Any, pin_memory: bool = False, **kw: Any) -> Any:
+        return stock(*args, **kw)
 
-        monkeypatch.setattr(torch, name, unpinned)
+    monkeypatch.setattr(torch, "zeros", unpinned)
+    monkeypatch.setattr(ring, "_pin", lambda _memory: None)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _stream: nullcontext())
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
 
 
 @pytest.fixture
@@ -109,22 +111,17 @@ def check_block(block: StoredStep, seed: int) -> None:
     assert block.draws.shape == (5, 2)
 
 
-@pytest.mark.parametrize("first_copy", [2, 1 << 16])
-def test_steps_come_out_whole_and_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_copy: int
-) -> None:
-    monkeypatch.setattr(ring, "_FIRST_COPY", first_copy)  # 2: the rest takes a second copy
-    recorder = make_recorder()
-    recorder.start(str(tmp_path))
-    for seed in range(20):  # many times the slots
-        recorder.record(seed, *step_of(seed))
-    recorder.flush()
-    blocks = list(SpoolReader(tmp_path).poll())
-    assert len(blocks) == 20
-    for seed, block in enumerate(blocks):
-        check_block(block, seed)
-    assert recorder.error is None
-    recorder.stop()
+def test_steps_come_out_whole_and_in_order(recorder: ring.RingRecorder, tmp_path: Path) -> None:
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        recorder.start(str(folder))
+        for seed in range(20):  # many times the slots
+            recorder.record(seed, *step_of(seed))
+        recorder.flush()
+        blocks = list(SpoolReader(folder).poll())
+        assert len(blocks) == 20
+        for seed, block in enumerate(blocks):
+            check_block(block, seed)
+        assert recorder.error is None
 
 
 def test_a_row_past_the_capacity_is_flagged_and_the_rest_is_whole(tmp_path: Path) -> None:
@@ -137,63 +134,104 @@ def test_a_row_past_the_capacity_is_flagged_and_the_rest_is_whole(tmp_path: Path
     assert (block.need, block.num_entries) == (15, 11)
 
 
+def signal_process(recorder: ring.RingRecorder, number: int) -> None:
+    assert recorder._process is not None
+    os.kill(recorder._process.pid, number)
+
+
 def test_no_free_slot_in_time_loses_the_step_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ring, "SLOT_SECONDS", 0.05)
-    go_on = threading.Event()
-    stock = SpoolWriter.append
-
-    def stuck(self: SpoolWriter, block: StepBlock) -> int:
-        assert go_on.wait(30)
-        return stock(self, block)
-
-    monkeypatch.setattr(SpoolWriter, "append", stuck)
     recorder = make_recorder(slots=1)
-    # the drain thread gives the slot back before it writes: hold it from the outside too
-    held = recorder._free.get_nowait()
     recorder.start(str(tmp_path))
+    signal_process(recorder, signal.SIGSTOP)
     recorder.record(0, *step_of(0))
-    recorder._free.put(held)
+    monkeypatch.setattr(ring, "SLOT_SECONDS", 0.05)
     recorder.record(1, *step_of(1))
-    go_on.set()
+    monkeypatch.setattr(ring, "SLOT_SECONDS", 30.0)
+    signal_process(recorder, signal.SIGCONT)
+    recorder.record(2, *step_of(2))
     recorder.stop()
-    lost, kept = SpoolReader(tmp_path).poll()
+    steps = {step.step: step for step in SpoolReader(tmp_path).poll()}
+    assert sorted(steps) == [0, 1, 2]
+    lost = steps[1]
     assert lost.flags.tolist() == [FLAG_LOST] * 4 + [0]  # a row that does not count is not lost
+    assert lost.request_ids == step_of(1)[2].request_ids
     assert lost.waited >= 0.05
     assert lost.num_entries == 0
-    check_block(kept, 1)
+    for kept in (0, 2):
+        check_block(steps[kept], kept)
+    assert recorder.error is None
 
 
 def test_a_full_disk_is_told_and_sampling_goes_on(
-    recorder: ring.RingRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recorder: ring.RingRecorder, tmp_path: Path
 ) -> None:
-    stock = SpoolWriter.append
-
-    def full(self: SpoolWriter, block: StepBlock) -> int:
-        if block.step == 3:
-            raise OSError(28, "No space left on device")
-        return stock(self, block)
-
-    monkeypatch.setattr(SpoolWriter, "append", full)
     recorder.start(str(tmp_path / "a"))
-    for seed in range(12):
+    for seed in range(3):
         recorder.record(seed, *step_of(seed))
     recorder.flush()
-    assert recorder.error is not None
-    assert "No space left on device" in recorder.error
+    assert recorder._process is not None
+    size = sum(path.stat().st_size for path in (tmp_path / "a").glob("*.spool"))
+    resource.prlimit(recorder._process.pid, resource.RLIMIT_FSIZE, (size, size))
+    for seed in range(3, 12):
+        recorder.record(seed, *step_of(seed))
+    recorder.flush()
+    assert recorder.error == "OSError: [Errno 27] File too large"
     recorder.stop()
     assert len(list(SpoolReader(tmp_path / "a").poll())) == 3
-    # every slot is there once: a slot handed out twice would mix two steps
-    slots = [recorder._free.get_nowait() for _ in range(3)]
-    assert len({id(slot) for slot in slots}) == 3
-    with pytest.raises(queue.Empty):
-        recorder._free.get_nowait()
-    for slot in slots:
-        recorder._free.put(slot)
-    monkeypatch.setattr(SpoolWriter, "append", stock)
     recorder.start(str(tmp_path / "b"))
     recorder.record(0, *step_of(0))
     recorder.flush()
+    assert recorder.error is None
     (block,) = SpoolReader(tmp_path / "b").poll()
     check_block(block, 0)
+
+
+def test_a_dead_process_is_told_and_sampling_goes_on(
+    recorder: ring.RingRecorder, tmp_path: Path
+) -> None:
+    recorder.start(str(tmp_path / "a"))
+    recorder.record(0, *step_of(0))
+    recorder.flush()
+    signal_process(recorder, signal.SIGKILL)
+    for seed in range(1, 9):
+        recorder.record(seed, *step_of(seed))
+    recorder.flush()
+    assert recorder.error == "the process that takes steps ended with code -9"
+    recorder.start(str(tmp_path / "b"))
+    assert recorder.error is None
+    recorder.record(7, *step_of(7))
+    recorder.flush()
+    (block,) = SpoolReader(tmp_path / "b").poll()
+    check_block(block, 7)
+
+
+def test_what_is_there_is_written_when_the_sampling_process_is_gone(
+    recorder: ring.RingRecorder, tmp_path: Path
+) -> None:
+    read, write = os.pipe()
+    for seed in range(2):
+        recorder.record(seed, *step_of(seed))
+    os.close(write)
+    take_steps(recorder._ring, tmp_path, parent=read)
+    os.close(read)
+    blocks = list(SpoolReader(tmp_path).poll())
+    assert [block.step for block in blocks] == [0, 1]
+    for block in blocks:
+        check_block(block, block.step)
+
+
+def test_the_layout_is_that_of_the_device(recorder: ring.RingRecorder) -> None:
+    """A field that moves on one side alone would be read as another one."""
+    out = recorder._slots[1].out
+    out.header.copy_(torch.randint(0, 256, out.header.shape, dtype=torch.uint8))
+    recorder._headers[1].copy_(out.header)
+    found = recorder._ring.step(1).header
+    assert sorted(found) == sorted(
+        ["counts", "draws", "flags", "offsets", "sampled_ids", "sampled_logprobs", "tail_mass"]
+    )
+    for name, field in found.items():
+        expected = getattr(out, name).numpy()
+        assert (field.dtype, field.shape) == (expected.dtype, expected.shape), name
+        assert field.tobytes() == expected.tobytes(), name

@@ -21,8 +21,9 @@ from rollout.spool import FLAG_OVERFLOW, SpoolWriter, StepBlock
 class Recorder(Protocol):
     """Records steps on one kind of device."""
 
-    error: str | None
-    """Why recording stopped, or null."""
+    @property
+    def error(self) -> str | None:
+        """Why recording stopped, or null."""
 
     @property
     def device_bytes(self) -> int:

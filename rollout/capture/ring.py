@@ -1,32 +1,39 @@
-"""The capture on CUDA: a ring of device buffers, a copy stream and a drain thread.
+"""The capture on CUDA: a ring of buffers that the device fills and another process empties.
 
-The launch thread never waits for the device. It takes a free slot, queues the kernels that fill it,
-records an event and hands the slot to the drain thread, which waits for the event, copies the row
-headers and exactly the entries that the step stored, frees the slot, and writes the step to the
-spool. Steps that find no free slot in time are written without data and flagged, so that their
-rollouts fail by name. Device memory: `slots` times the buffers of a step.
+The launch thread waits for nothing and is helped by no other thread, which would take its turns at
+the interpreter. It takes a free slot, queues the kernels that fill the slot's buffers on the
+device, and on a stream of its own the kernel that copies them to memory shared with the process
+that writes the spool (`rollout.capture.ring_process`). Steps that find no free slot in time are
+written without data and flagged, so that their rollouts fail by name. Device memory: `slots` times
+the buffers of a step; as much on the host.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-import queue
-import threading
+import subprocess
+import sys
 import time
-from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from rollout.capture.batch import BatchRows
 from rollout.capture.request import SKIP, CaptureSettings
+from rollout.capture.ring_process import LOST_FOLDER
+from rollout.capture.shared_ring import RingLayout, SharedRing
+from rollout.kernels.copy_out import copy_out
 from rollout.kernels.launch import CaptureScratch
 from rollout.kernels.support_capture import StepOutput, capture_step
-from rollout.spool import FLAG_LOST, FLAG_OVERFLOW, SpoolWriter, StepBlock
+from rollout.spool import FLAG_LOST, SpoolWriter, StepBlock
 
 _log = logging.getLogger(__name__)
 SLOT_SECONDS = 30.0  # longest wait for a free slot; vLLM gives a step up to 300 s
-_FIRST_COPY = 1 << 16  # entries copied with the first step's header; later steps go by the last
+_WAIT_SECONDS = 0.0002
+_DTYPES = {torch.int64: "int64", torch.int32: "int32", torch.float32: "float32"}
+_PORTABLE_AND_MAPPED = 3  # cudaHostRegister: for every context, with an address on the device
 
 
 class _Slot:
@@ -52,20 +59,7 @@ class _Slot:
         # what the host knows of the rows goes over in one copy: seeds, positions, kinds
         self.host_rows = torch.zeros(17 * rows, dtype=torch.uint8, pin_memory=True)
         self.rows = torch.zeros(17 * rows, dtype=torch.uint8, device=device)
-        self.host_header = torch.zeros(self.out.header.numel(), dtype=torch.uint8, pin_memory=True)
-        fields = StepOutput.header_fields(self.host_header, rows, settings.draws)
-        self.host = {name: field.numpy() for name, field in fields.items()}
-        self.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Step:
-    """A step on its way to the drain thread; no slot: it was lost."""
-
-    number: int
-    rows: BatchRows
-    slot: _Slot | None
-    waited: float
+        self.filled = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 class RingRecorder:
@@ -80,7 +74,7 @@ class RingRecorder:
         vocab_size: int,
         slots: int,
     ) -> None:
-        """Allocate the ring; the pinned memory too, since that may synchronise.
+        """Allocate the ring and pin its half on the host, since that may synchronise.
 
         Args:
             settings: what to record.
@@ -88,6 +82,9 @@ class RingRecorder:
             max_rows: most rows of a step.
             vocab_size: widest row of logits.
             slots: steps in flight; more than the engine runs ahead.
+
+        Raises:
+            OSError: the host has no memory for the ring.
         """
         self._settings = settings
         self._device = device
@@ -97,22 +94,24 @@ class RingRecorder:
             # steps run one after the other on the launch stream: one working memory serves all
             scratch = self._slots[0].out.scratch if self._slots else None
             self._slots.append(_Slot(settings, max_rows, vocab_size, device, scratch))
-        self._staging = torch.zeros(settings.support_capacity, dtype=torch.int64, pin_memory=True)
-        self._free: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
-        for slot in self._slots:
-            self._free.put(slot)
-        self._steps: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
+        self._ring = SharedRing.create(_layout(self._slots[0].out, slots, max_rows))
+        memory = torch.from_numpy(self._ring.memory)
+        _pin(memory)
+        self._headers = [torch.from_numpy(self._ring.header(i)) for i in range(slots)]
+        self._entries = [torch.from_numpy(self._ring.entries(i)) for i in range(slots)]
+        self._ready = torch.from_numpy(self._ring.ready)
         self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        self._writer: SpoolWriter | None = None
-        self._thread: threading.Thread | None = None
-        self._progress = threading.Condition()
-        self._last_stored = _FIRST_COPY
-        self._queued = 0
-        self._written = 0
-        self.error: str | None = None
-        bytes_of_slots = self.device_bytes / 2**20
-        _log.info("capture: %d slots, %.0f MiB on %s", slots, bytes_of_slots, device)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder = Path()
+        self._lost: SpoolWriter | None = None
+        self._failed: str | None = None
+        _log.info(
+            "capture: %d slots, %.0f MiB on %s, %.0f MiB pinned on the host",
+            slots,
+            self.device_bytes / 2**20,
+            device,
+            memory.numel() / 2**20,
+        )
 
     @property
     def device_bytes(self) -> int:
@@ -120,6 +119,13 @@ class RingRecorder:
         slots = sum(slot.out.num_bytes + slot.rows.numel() for slot in self._slots)
         scratch = self._slots[0].out.scratch
         return slots + (scratch.num_bytes if scratch is not None else 0)
+
+    @property
+    def error(self) -> str | None:
+        """Why steps are no longer recorded, or null."""
+        if self._failed is None and self._process is not None and self._process.poll():
+            self._failed = f"the process that takes steps ended with code {self._process.poll()}"
+        return self._failed or self._ring.error
 
     def warm_up(self, dtypes: tuple[torch.dtype, ...]) -> None:
         """Compile every kernel, so that no real step does.
@@ -140,32 +146,45 @@ class RingRecorder:
                     kinds=(np.arange(n) % 5).astype(np.int8),
                     seeds=np.zeros(n, np.int64),
                 )
-                self._launch(slot, logits, sampled, batch)
+                self._launch(0, logits, sampled, batch, 0)
         torch.cuda.synchronize(self._device)
 
     def start(self, folder: str) -> None:
         """Record from now on, into a spool folder."""
         self.stop()
-        self._writer = SpoolWriter(folder)
-        self.error = None
-        self._queued = self._written = 0
-        self._thread = threading.Thread(target=self._drain, name="rollout-drain", daemon=True)
-        self._thread.start()
+        self._folder = Path(folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._ring.closing = False
+        self._ring.error = self._failed = None
+        layout = json.dumps(self._ring.layout.record())
+        command = [sys.executable, "-m", "rollout.capture.ring_process"]
+        self._process = subprocess.Popen(
+            [*command, str(self._ring.file), folder, layout],
+            stdin=subprocess.PIPE,  # never written to: it ends with this process
+            pass_fds=[self._ring.file],
+        )
 
     def stop(self) -> None:
-        """Write what was recorded and end the drain thread."""
-        if self._thread is not None:
-            self._steps.put(None)
-            self._thread.join()
-            self._thread = None
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        """Let what was recorded be written, and end the process."""
+        if self._process is None:
+            return
+        if self._lost is not None:
+            self._lost.close()
+            self._lost = None
+        self._ring.closing = True
+        if self._process.wait() and self._failed is None:
+            self._failed = f"the process that takes steps ended with code {self._process.wait()}"
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process = None
+        if self._ring.consumed != self._ring.queued:  # nobody takes what a dead one has left
+            torch.cuda.synchronize(self._device)
+            self._ring.consumed = self._ring.queued
 
     def flush(self) -> None:
-        """Return once every step so far is in the spool, or the drain thread has failed."""
-        with self._progress:
-            self._progress.wait_for(lambda: self._written == self._queued or self.error is not None)
+        """Return once every step so far is in the spool, or nothing is written any more."""
+        while self._ring.consumed != self._ring.queued and self.error is None:
+            time.sleep(_WAIT_SECONDS)
 
     def record(
         self, number: int, logits: torch.Tensor, sampled: torch.Tensor, rows: BatchRows
@@ -178,36 +197,49 @@ class RingRecorder:
             sampled: [N] ids.
             rows: the N rows.
         """
+        ring, waited = self._ring, 0.0
+        queued = ring.queued
+        if queued - ring.consumed >= len(self._slots):
+            waited = self._wait_for_slot(queued)
+            if queued - ring.consumed >= len(self._slots):
+                self._lose(number, rows, waited)
+                return
+        index = queued % len(self._slots)
+        ring.put_rows(
+            index,
+            step=number,
+            waited=waited,
+            request_ids=rows.request_ids,
+            positions=rows.positions,
+            kinds=rows.kinds,
+        )
+        self._launch(index, logits, sampled, rows, queued + 1)
+        ring.queued = queued + 1
+
+    def _wait_for_slot(self, queued: int) -> float:
+        """Wait for the other process; return the seconds that took."""
         start = time.monotonic()
-        waited = 0.0
-        slot: _Slot | None
-        try:
-            slot = self._free.get_nowait()
-        except queue.Empty:
-            try:
-                slot = self._free.get(timeout=SLOT_SECONDS) if self.error is None else None
-            except queue.Empty:
-                slot = None
-            waited = time.monotonic() - start
-        if slot is not None:
-            self._launch(slot, logits, sampled, rows)
-        self._queued += 1
-        self._steps.put(_Step(number=number, rows=rows, slot=slot, waited=waited))
+        while queued - self._ring.consumed >= len(self._slots):
+            if time.monotonic() - start >= SLOT_SECONDS or self.error is not None:
+                break
+            time.sleep(_WAIT_SECONDS)
+        return time.monotonic() - start
 
     def _launch(
-        self, slot: _Slot, logits: torch.Tensor, sampled: torch.Tensor, rows: BatchRows
+        self, index: int, logits: torch.Tensor, sampled: torch.Tensor, rows: BatchRows, ready: int
     ) -> None:
-        n = len(rows.kinds)
+        n, slot = len(rows.kinds), self._slots[index]
         host = slot.host_rows.numpy()
         host[: 8 * n].view(np.int64)[:] = rows.seeds
         host[8 * n : 16 * n].view(np.int64)[:] = rows.positions
         host[16 * n : 17 * n].view(np.int8)[:] = rows.kinds
         slot.rows[: 17 * n].copy_(slot.host_rows[: 17 * n], non_blocking=True)
         # copied, since vLLM goes on with the memory of its own
-        slot.out.sampled_ids[:n].copy_(sampled.reshape(-1))
+        sampled_ids = slot.out.sampled_ids[:n]
+        sampled_ids.copy_(sampled.reshape(-1))
         capture_step(
             logits,
-            slot.out.sampled_ids[:n],
+            sampled_ids,
             slot.rows[16 * n : 17 * n].view(torch.int8),
             slot.out,
             top=self._settings.top,
@@ -215,84 +247,63 @@ class RingRecorder:
             seeds=slot.rows[: 8 * n].view(torch.int64),
             positions=slot.rows[8 * n : 16 * n].view(torch.int64),
         )
-        slot.ready.record()
-
-    def _drain(self) -> None:
-        torch.cuda.set_device(self._device)
-        while (step := self._steps.get()) is not None:
-            try:
-                if self.error is None:
-                    self._write(step)
-                elif step.slot is not None:
-                    self._free.put(step.slot)
-            except Exception as error:  # the driver reads it from `error`; sampling must go on
-                _log.exception("capture: the drain thread failed")
-                self.error = f"{type(error).__name__}: {error}"
-            finally:
-                with self._progress:
-                    self._written += 1
-                    self._progress.notify_all()
-
-    def _write(self, step: _Step) -> None:
-        assert self._writer is not None
-        if step.slot is None:
-            self._writer.append(_lost(step))
-            return
-        try:
-            block = self._copy_out(step, step.slot)
-        finally:
-            self._free.put(step.slot)
-        self._writer.append(block)
-
-    def _copy_out(self, step: _Step, slot: _Slot) -> StepBlock:
-        """Copy a step to the host; its entries stay in the staging memory until the next."""
-        n, out = len(step.rows.kinds), slot.out
-        # with the header as many entries as the last step had and some more: mostly all there are
-        copied = min(self._last_stored + self._last_stored // 8, out.entries.numel())
+        slot.filled.record()
         with torch.cuda.stream(self._copy_stream):
-            self._copy_stream.wait_event(slot.ready)
-            slot.host_header.copy_(out.header, non_blocking=True)
-            self._staging[:copied].copy_(out.entries[:copied], non_blocking=True)
-            self._copied.record(self._copy_stream)
-        self._copied.synchronize()
-        header = {name: field[:n] for name, field in slot.host.items()}
-        fits = (header["flags"] & FLAG_OVERFLOW) == 0
-        stored = int(header["counts"][fits].sum(dtype=np.int64))
-        self._last_stored = max(stored, _FIRST_COPY)
-        if stored > copied:
-            with torch.cuda.stream(self._copy_stream):
-                rest = slice(copied, stored)
-                self._staging[rest].copy_(out.entries[rest], non_blocking=True)
-                self._copied.record(self._copy_stream)
-            self._copied.synchronize()
-        return StepBlock(
-            step=step.number,
-            need=int(slot.host["offsets"][n]),
-            waited=step.waited,
-            request_ids=step.rows.request_ids,
-            positions=step.rows.positions,
-            sampled=header["sampled_ids"].astype(np.int32),
-            kinds=step.rows.kinds,
-            flags=header["flags"],
-            counts=header["counts"],
-            sampled_logprobs=header["sampled_logprobs"],
-            tail_mass=header["tail_mass"],
-            draws=header["draws"].view(np.uint64),
-            entries=self._staging[:stored].numpy().view(np.uint64),
-        )
+            self._copy_stream.wait_event(slot.filled)
+            copy_out(
+                slot.out,
+                n,
+                self._headers[index],
+                self._entries[index],
+                self._ready[index : index + 1],
+                ready,
+            )
+
+    def _lose(self, number: int, rows: BatchRows, waited: float) -> None:
+        if self.error is not None:
+            return  # the driver is about to hear of worse
+        if self._lost is None:
+            self._lost = SpoolWriter(self._folder / LOST_FOLDER)
+        self._lost.append(_lost(number, rows, waited))
 
 
-def _lost(step: _Step) -> StepBlock:
-    n = len(step.rows.kinds)
-    flags = np.where(step.rows.kinds == SKIP, 0, FLAG_LOST).astype(np.int32)
+def _layout(out: StepOutput, slots: int, max_rows: int) -> RingLayout:
+    draws = out.draws.shape[1]
+    fields = StepOutput.header_fields(out.header, max_rows, draws)
+    return RingLayout(
+        slots=slots,
+        max_rows=max_rows,
+        capacity=out.entries.numel(),
+        header_bytes=out.header.numel(),
+        header={
+            name: (
+                int(field.storage_offset()) * field.element_size(),
+                _DTYPES[field.dtype],
+                tuple(field.shape),
+            )
+            for name, field in fields.items()
+        },
+    )
+
+
+def _pin(memory: torch.Tensor) -> None:
+    """Let the device write to memory of the host."""
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE_AND_MAPPED)
+    torch.cuda.check_error(int(code))
+
+
+def _lost(number: int, rows: BatchRows, waited: float) -> StepBlock:
+    n = len(rows.kinds)
+    flags = np.where(rows.kinds == SKIP, 0, FLAG_LOST).astype(np.int32)
     return StepBlock(
-        step=step.number,
+        step=number,
         need=0,
-        waited=step.waited,
-        request_ids=step.rows.request_ids,
-        positions=step.rows.positions,
+        waited=waited,
+        request_ids=rows.request_ids,
+        positions=rows.positions,
         sampled=np.zeros(n, np.int32),
-        kinds=step.rows.kinds,
+        kinds=rows.kinds,
         flags=flags,
         counts=np.zeros(n, np.int32),
         sampled_logprobs=np.zeros(n, np.float32),

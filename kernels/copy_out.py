@@ -1,0 +1,111 @@
+"""A step's buffers to the host: exactly the entries that there are, without the host's asking.
+
+A copy by the driver needs its size from the host, which does not know it. So the device copies: a
+few programs on a stream of their own write the header and the stored entries to pinned host memory
+and, once all of that is there, the step's number.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from rollout.kernels.launch import Impl, choose_impl
+from rollout.kernels.step_output import StepOutput
+
+# enough to fill a PCIe link of the fifth generation, and few enough not to be missed elsewhere
+COPY_PROGRAMS = 16
+COPY_BLOCK = 2048
+COPY_WARPS = 8
+
+
+def copy_out(
+    out: StepOutput,
+    num_rows: int,
+    host_header: torch.Tensor,  # [B]
+    host_entries: torch.Tensor,  # [capacity]
+    ready: torch.Tensor,  # [1]
+    number: int,
+    *,
+    impl: Impl | None = None,
+) -> None:
+    """Queue the copy of one step to the host, on the current stream.
+
+    Entries are copied up to the capacity: those of rows flagged OVERFLOW were not written, so what
+    stands after the last row that fitted is old.
+
+    Args:
+        out: the buffers of the step.
+        num_rows: rows of the step, N.
+        host_header: [B] uint8, pinned; the copy of `out.header`, whose size is a multiple of 8.
+        host_entries: [capacity] int64, pinned.
+        ready: [1] int64, pinned; becomes `number` after everything else has arrived.
+        number: of the step.
+        impl: overrides the choice by device, for tests.
+
+    Raises:
+        ValueError: sizes or dtypes disagree.
+    """
+    if host_header.numel() != out.header.numel() or host_header.dtype != torch.uint8:
+        raise ValueError(
+            f"host_header: got {host_header.numel()} {host_header.dtype}, "
+            f"expected {out.header.numel()} torch.uint8"
+        )
+    if host_entries.numel() != out.entries.numel() or host_entries.dtype != torch.int64:
+        raise ValueError(
+            f"host_entries: got {host_entries.numel()} {host_entries.dtype}, "
+            f"expected {out.entries.numel()} torch.int64"
+        )
+    if choose_impl(out.counts, impl) == "reference":
+        stored = min(int(out.offsets[num_rows]), host_entries.numel())
+        host_header.copy_(out.header)
+        host_entries[:stored] = out.entries[:stored]
+        ready.fill_(number)
+        return
+    _copy_out_kernel[(COPY_PROGRAMS,)](
+        out.offsets,
+        out.header.view(torch.int64),
+        out.entries,
+        host_header.view(torch.int64),
+        host_entries,
+        num_rows,
+        out.header.numel() // 8,
+        out.entries.numel(),
+        BLOCK=COPY_BLOCK,
+        PROGRAMS=COPY_PROGRAMS,
+        num_warps=COPY_WARPS,
+    )
+    # a kernel of its own: it starts when all programs of the other one have written
+    _ready_kernel[(1,)](ready, number, num_warps=1)
+
+
+@triton.jit(do_not_specialize=["num_rows", "header_words", "capacity"])
+def _copy_out_kernel(
+    offsets_ptr,
+    header_ptr,
+    entries_ptr,
+    host_header_ptr,
+    host_entries_ptr,
+    num_rows,
+    header_words,
+    capacity,
+    BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, BLOCK)
+    for start in range(program * BLOCK, header_words, PROGRAMS * BLOCK):
+        mask = start + index < header_words
+        words = tl.load(header_ptr + start + index, mask=mask)
+        tl.store(host_header_ptr + start + index, words, mask=mask)
+    stored = tl.minimum(tl.load(offsets_ptr + num_rows), capacity)
+    for start in range(program * BLOCK, stored, PROGRAMS * BLOCK):
+        mask = start + index < stored
+        entries = tl.load(entries_ptr + start + index, mask=mask)
+        tl.store(host_entries_ptr + start + index, entries, mask=mask)
+
+
+@triton.jit(do_not_specialize=["number"])
+def _ready_kernel(ready_ptr, number):
+    tl.store(ready_ptr, number.to(tl.int64))

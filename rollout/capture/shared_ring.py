@@ -1,0 +1,217 @@
+"""The memory that the sampling process and the one that takes its steps share.
+
+A page of control words, then slots, one for each step in flight: the device's header, what the
+host knows of the rows, and room for the entries. The sampling process fills slot `number % slots`
+and the device marks it ready with the step's number + 1; the other process reads it and counts up
+`consumed`. Nothing here waits, and nothing needs more than that 8 aligned bytes are written at
+once.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+_PAGE: Final = 4096
+_QUEUED, _CONSUMED, _CLOSING = range(3)  # control words
+_READY_AT: Final = 128  # bytes
+_ERROR_AT: Final = 2048
+_ERROR_BYTES: Final = _PAGE - _ERROR_AT
+_MAX_SLOTS: Final = (_ERROR_AT - _READY_AT) // 8
+_ID_BYTES: Final = 256  # of a row's request id, mostly
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RingLayout:
+    """Sizes of a shared ring; travels as JSON."""
+
+    slots: int
+    max_rows: int
+    capacity: int
+    """Entries of a step."""
+    header_bytes: int
+    header: dict[str, tuple[int, str, tuple[int, ...]]]
+    """Of each field of the device's header: first byte, dtype, shape."""
+
+    @property
+    def rows_bytes(self) -> int:
+        """Bytes for what the host knows of a step's rows."""
+        return _up(24 + self.max_rows * (4 + 1 + _ID_BYTES), _PAGE)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot."""
+        return _up(self.header_bytes, _PAGE) + self.rows_bytes + _up(8 * self.capacity, _PAGE)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the ring."""
+        return _PAGE + self.slots * self.slot_bytes
+
+    def record(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RingStep:
+    """What is in a slot, as views."""
+
+    step: int
+    waited: float
+    request_ids: list[str]
+    positions: npt.NDArray[np.int32]
+    kinds: npt.NDArray[np.int8]
+    header: dict[str, npt.NDArray[Any]]
+    """The device's header, each field [max_rows, ...] (offsets: one more)."""
+    entries: npt.NDArray[np.uint64]
+    """[capacity]."""
+
+
+class SharedRing:
+    """One side's view of the ring."""
+
+    def __init__(self, file: int, layout: RingLayout) -> None:
+        """Map the ring.
+
+        Args:
+            file: descriptor of the memory, of `layout.num_bytes`.
+            layout: its sizes.
+
+        Raises:
+            ValueError: too many slots.
+        """
+        if not 1 <= layout.slots <= _MAX_SLOTS:
+            raise ValueError(f"slots: got {layout.slots}, expected 1 to {_MAX_SLOTS}")
+        self.layout = layout
+        self.file = file
+        self.memory: npt.NDArray[np.uint8] = np.frombuffer(
+            mmap.mmap(file, layout.num_bytes), np.uint8
+        )
+        """All of it."""
+        self._words = self.memory[:_READY_AT].view(np.int64)
+        self.ready: npt.NDArray[np.int64] = self.memory[
+            _READY_AT : _READY_AT + 8 * layout.slots
+        ].view(np.int64)
+        """[slots] number + 1 of the step that is there."""
+
+    @classmethod
+    def create(cls, layout: RingLayout) -> SharedRing:
+        """Make a ring of zeros, which goes with the last process that has it.
+
+        Raises:
+            OSError: there is no memory for it.
+        """
+        file = os.memfd_create("rollout-ring")
+        os.posix_fallocate(file, 0, layout.num_bytes)
+        return cls(file, layout)
+
+    @property
+    def queued(self) -> int:
+        """Steps handed over so far."""
+        return int(self._words[_QUEUED])
+
+    @queued.setter
+    def queued(self, value: int) -> None:
+        self._words[_QUEUED] = value
+
+    @property
+    def consumed(self) -> int:
+        """Steps taken so far."""
+        return int(self._words[_CONSUMED])
+
+    @consumed.setter
+    def consumed(self, value: int) -> None:
+        self._words[_CONSUMED] = value
+
+    @property
+    def closing(self) -> bool:
+        """Whether nothing is handed over any more."""
+        return bool(self._words[_CLOSING])
+
+    @closing.setter
+    def closing(self, value: bool) -> None:
+        self._words[_CLOSING] = value
+
+    @property
+    def error(self) -> str | None:
+        """Why steps are no longer taken, or null."""
+        text = bytes(self.memory[_ERROR_AT:_PAGE]).rstrip(b"\0").decode(errors="replace")
+        return text or None
+
+    @error.setter
+    def error(self, text: str | None) -> None:
+        data = (text or "").encode()[:_ERROR_BYTES].ljust(_ERROR_BYTES, b"\0")
+        self.memory[_ERROR_AT:_PAGE] = np.frombuffer(data, np.uint8)
+
+    def header(self, slot: int) -> npt.NDArray[np.uint8]:
+        """Return the bytes of a slot's header."""
+        start = _PAGE + slot * self.layout.slot_bytes
+        return self.memory[start : start + self.layout.header_bytes]
+
+    def entries(self, slot: int) -> npt.NDArray[np.int64]:
+        """Return a slot's room for entries."""
+        end = _PAGE + (slot + 1) * self.layout.slot_bytes
+        start = end - _up(8 * self.layout.capacity, _PAGE)
+        return self.memory[start : start + 8 * self.layout.capacity].view(np.int64)
+
+    def put_rows(
+        self,
+        slot: int,
+        *,
+        step: int,
+        waited: float,
+        request_ids: list[str],
+        positions: npt.NDArray[np.int32],
+        kinds: npt.NDArray[np.int8],
+    ) -> None:
+        """Write what the host knows of a step's rows.
+
+        Raises:
+            ValueError: the request ids are too long.
+        """
+        ids = "\n".join(request_ids).encode()
+        n = len(request_ids)
+        rows = self._rows(slot)
+        if 24 + 5 * n + len(ids) > rows.size:
+            raise ValueError(f"{len(ids)} bytes of request ids, expected {_ID_BYTES} a row")
+        rows[:16].view(np.int64)[:] = (step, n | len(ids) << 32)
+        rows[16:24].view(np.float64)[0] = waited
+        rows[24 : 24 + 4 * n].view(np.int32)[:] = positions
+        rows[24 + 4 * n : 24 + 5 * n].view(np.int8)[:] = kinds
+        rows[24 + 5 * n : 24 + 5 * n + len(ids)] = np.frombuffer(ids, np.uint8)
+
+    def step(self, slot: int) -> RingStep:
+        """Return what is in a slot."""
+        rows = self._rows(slot)
+        number, sizes = rows[:16].view(np.int64).tolist()
+        n, id_bytes = sizes & 0xFFFFFFFF, sizes >> 32
+        ids = bytes(rows[24 + 5 * n : 24 + 5 * n + id_bytes]).decode()
+        header = self.header(slot)
+        fields: dict[str, npt.NDArray[Any]] = {}
+        for name, (start, dtype, shape) in self.layout.header.items():
+            size = math.prod(shape) * np.dtype(dtype).itemsize
+            fields[name] = header[start : start + size].view(dtype).reshape(shape)
+        return RingStep(
+            step=number,
+            waited=float(rows[16:24].view(np.float64)[0]),
+            request_ids=ids.split("\n") if n else [],
+            positions=rows[24 : 24 + 4 * n].view(np.int32),
+            kinds=rows[24 + 4 * n : 24 + 5 * n].view(np.int8),
+            header=fields,
+            entries=self.entries(slot).view(np.uint64),
+        )
+
+    def _rows(self, slot: int) -> npt.NDArray[np.uint8]:
+        start = _PAGE + slot * self.layout.slot_bytes + _up(self.layout.header_bytes, _PAGE)
+        return self.memory[start : start + self.layout.rows_bytes]
+
+
+def _up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
