@@ -15,7 +15,7 @@ from rollout.kernels.launch import Impl, choose_impl
 from rollout.kernels.step_output import StepOutput
 
 # enough to fill a PCIe link of the fifth generation, and few enough not to be missed elsewhere
-COPY_PROGRAMS = 16
+COPY_PROGRAMS = 64
 COPY_BLOCK = 2048
 COPY_WARPS = 8
 
@@ -26,7 +26,7 @@ def copy_out(
     host_header: torch.Tensor,  # [B]
     host_entries: torch.Tensor,  # [capacity]
     ready: torch.Tensor,  # [1]
-    number: int,
+    number: torch.Tensor,  # [1]
     *,
     impl: Impl | None = None,
 ) -> None:
@@ -41,7 +41,7 @@ def copy_out(
         host_header: [B] uint8, pinned; the copy of `out.header`, whose size is a multiple of 8.
         host_entries: [capacity] int64, pinned.
         ready: [1] int64, pinned; becomes `number` after everything else has arrived.
-        number: of the step.
+        number: [1] int64, on the device like `out`.
         impl: overrides the choice by device, for tests.
 
     Raises:
@@ -61,7 +61,7 @@ def copy_out(
         stored = min(int(out.offsets[num_rows]), host_entries.numel())
         host_header.copy_(out.header)
         host_entries[:stored] = out.entries[:stored]
-        ready.fill_(number)
+        ready.copy_(number)
         return
     _copy_out_kernel[(COPY_PROGRAMS,)](
         out.offsets,
@@ -106,6 +106,6 @@ def _copy_out_kernel(
         tl.store(host_entries_ptr + start + index, entries, mask=mask)
 
 
-@triton.jit(do_not_specialize=["number"])
-def _ready_kernel(ready_ptr, number):
-    tl.store(ready_ptr, number.to(tl.int64))
+@triton.jit(do_not_specialize_on_alignment=["ready_ptr", "number_ptr"])
+def _ready_kernel(ready_ptr, number_ptr):
+    tl.store(ready_ptr, tl.load(number_ptr))

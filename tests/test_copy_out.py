@@ -47,7 +47,7 @@ def test_everything_stored_arrives_and_nothing_else(
     header = torch.full(out.header.shape, 77, dtype=torch.uint8, pin_memory=pin)
     host = torch.full((capacity,), -77, pin_memory=pin)
     ready = torch.zeros(1, dtype=torch.int64, pin_memory=pin)
-    number = 2**40 + 5
+    number = torch.tensor([2**40 + 5], device=device)
     copy_out(out, rows, header, host, ready, number, impl=impl)  # type: ignore[arg-type]
     if pin:
         torch.cuda.synchronize()
@@ -55,7 +55,7 @@ def test_everything_stored_arrives_and_nothing_else(
     assert torch.equal(header, out.header.cpu())
     assert torch.equal(host[:stored], out.entries[:stored].cpu())
     assert torch.all(host[stored:] == -77)
-    assert ready.item() == number
+    assert ready.item() == number.item()
 
 
 @pytest.mark.parametrize("wrong", ["header", "entries"])
@@ -64,4 +64,4 @@ def test_buffers_of_another_size_are_refused(wrong: str) -> None:
     header = torch.zeros(out.header.numel() + 8 * (wrong == "header"), dtype=torch.uint8)
     host = torch.zeros(10 + (wrong == "entries"), dtype=torch.int64)
     with pytest.raises(ValueError, match=rf"host_{wrong}: got .* expected"):
-        copy_out(out, 2, header, host, torch.zeros(1, dtype=torch.int64), 1)
+        copy_out(out, 2, header, host, torch.zeros(1, dtype=torch.int64), out.offsets[:1])

@@ -17,6 +17,7 @@ from spool_blocks import entries_of
 
 from rollout.capture import ring
 from rollout.capture.batch import BatchRows
+from rollout.capture.launch_graphs import LaunchGraphs
 from rollout.capture.request import GREEDY, KEPT, NONE, SKIP, TOP, CaptureSettings
 from rollout.capture.ring_process import take_steps
 from rollout.spool import FLAG_LOST, FLAG_OVERFLOW, SpoolReader, StoredStep
@@ -51,6 +52,7 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "zeros", unpinned)
     monkeypatch.setattr(ring, "_pin", lambda _memory: None)
+    monkeypatch.setattr(LaunchGraphs, "run", lambda _self, _key, launch: launch())
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _stream: nullcontext())

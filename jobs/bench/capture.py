@@ -197,7 +197,7 @@ def main(
                 print(
                     f"{'':<28} ms a step, median (10-90 %): capture on the device "
                     f"{spread_of(times.device)}, of a step of {spread_of(times.period)}; launching "
-                    f"thread {spread_of(times.launch)}, copying thread {times.drain:.3f} of CPU",
+                    f"thread {spread_of(times.launch)}, taking process {times.take:.3f} of CPU",
                     flush=True,
                 )
         engine.close()

@@ -136,8 +136,8 @@ class StepTimes:
     """From one step's capture to the next one's, on the device."""
     launch: list[float]
     """The launching thread's time in the capture."""
-    drain: float
-    """CPU time of the thread that copies to the host, a step."""
+    take: float
+    """CPU time of the process that takes the steps, a step."""
 
 
 def step_milliseconds(engine: LazyEngine, model: Path, folder: Path, load: Load) -> StepTimes:
@@ -157,7 +157,7 @@ def _set_timed(worker: Any, on: bool) -> dict[str, Any] | None:
     recorder = core.recorder
     if on:
         record, stop = recorder.record, recorder.stop
-        events, launch, drain = [], [], []
+        events, launch, take = [], [], []
 
         def timed_record(*args: Any) -> None:
             first, last = _event(), _event()
@@ -169,24 +169,28 @@ def _set_timed(worker: Any, on: bool) -> dict[str, Any] | None:
             events.append((first, last))
 
         def timed_stop() -> None:
-            if recorder._thread is not None:
+            if recorder._process is not None:
                 recorder.flush()
-                clock = time.pthread_getcpuclockid(recorder._thread.ident)
-                drain.append(1e3 * time.clock_gettime(clock))
+                take.append(_cpu_milliseconds(recorder._process.pid))
             stop()
 
-        worker._bench = (record, stop, events, launch, drain)
+        worker._bench = (record, stop, events, launch, take)
         recorder.record, recorder.stop = timed_record, timed_stop
         return None
-    record, stop, events, launch, drain = worker._bench
+    record, stop, events, launch, take = worker._bench
     recorder.record, recorder.stop = record, stop
     torch.cuda.synchronize()
     return {
         "device": [first.elapsed_time(last) for first, last in events],
         "period": [a[0].elapsed_time(b[0]) for a, b in itertools.pairwise(events)],
         "launch": launch,
-        "drain": sum(drain) / len(events),
+        "take": sum(take) / len(events),
     }
+
+
+def _cpu_milliseconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return 1e3 * (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _event() -> Any:

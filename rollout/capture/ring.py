@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from rollout.capture.batch import BatchRows
+from rollout.capture.launch_graphs import LaunchGraphs
 from rollout.capture.request import SKIP, CaptureSettings
 from rollout.capture.ring_process import LOST_FOLDER
 from rollout.capture.shared_ring import RingLayout, SharedRing
@@ -56,9 +57,18 @@ class _Slot:
             device=device,
             scratch=scratch,
         )
-        # what the host knows of the rows goes over in one copy: seeds, positions, kinds
-        self.host_rows = torch.zeros(17 * rows, dtype=torch.uint8, pin_memory=True)
-        self.rows = torch.zeros(17 * rows, dtype=torch.uint8, device=device)
+        # what the host knows of the rows goes over in one copy
+        self.host_rows = torch.zeros(8 + 17 * rows, dtype=torch.uint8, pin_memory=True)
+        self.rows = torch.zeros(8 + 17 * rows, dtype=torch.uint8, device=device)
+        host = self.host_rows.numpy()
+        self.host_number = host[:8].view(np.int64)
+        self.host_seeds = host[8 : 8 + 8 * rows].view(np.int64)
+        self.host_positions = host[8 + 8 * rows : 8 + 16 * rows].view(np.int64)
+        self.host_kinds = host[8 + 16 * rows :].view(np.int8)
+        self.number = self.rows[:8].view(torch.int64)
+        self.seeds = self.rows[8 : 8 + 8 * rows].view(torch.int64)
+        self.positions = self.rows[8 + 8 * rows : 8 + 16 * rows].view(torch.int64)
+        self.kinds = self.rows[8 + 16 * rows :].view(torch.int8)
         self.filled = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
@@ -100,6 +110,7 @@ class RingRecorder:
         self._headers = [torch.from_numpy(self._ring.header(i)) for i in range(slots)]
         self._entries = [torch.from_numpy(self._ring.entries(i)) for i in range(slots)]
         self._ready = torch.from_numpy(self._ring.ready)
+        self._graphs = LaunchGraphs(device)
         self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = Path()
@@ -229,35 +240,36 @@ class RingRecorder:
         self, index: int, logits: torch.Tensor, sampled: torch.Tensor, rows: BatchRows, ready: int
     ) -> None:
         n, slot = len(rows.kinds), self._slots[index]
-        host = slot.host_rows.numpy()
-        host[: 8 * n].view(np.int64)[:] = rows.seeds
-        host[8 * n : 16 * n].view(np.int64)[:] = rows.positions
-        host[16 * n : 17 * n].view(np.int8)[:] = rows.kinds
-        slot.rows[: 17 * n].copy_(slot.host_rows[: 17 * n], non_blocking=True)
+        slot.host_number[0] = ready
+        slot.host_seeds[:n] = rows.seeds
+        slot.host_positions[:n] = rows.positions
+        slot.host_kinds[:n] = rows.kinds
         # copied, since vLLM goes on with the memory of its own
-        sampled_ids = slot.out.sampled_ids[:n]
-        sampled_ids.copy_(sampled.reshape(-1))
-        capture_step(
-            logits,
-            sampled_ids,
-            slot.rows[16 * n : 17 * n].view(torch.int8),
-            slot.out,
-            top=self._settings.top,
-            draws=self._settings.draws,
-            seeds=slot.rows[: 8 * n].view(torch.int64),
-            positions=slot.rows[8 * n : 16 * n].view(torch.int64),
-        )
+        slot.out.sampled_ids[:n].copy_(sampled.reshape(-1))
+        key = (index, n, logits.data_ptr(), logits.stride(0), logits.shape[1], logits.dtype)
+        self._graphs.run(("fill", *key), lambda: self._fill(slot, logits, n))
         slot.filled.record()
         with torch.cuda.stream(self._copy_stream):
             self._copy_stream.wait_event(slot.filled)
-            copy_out(
-                slot.out,
-                n,
-                self._headers[index],
-                self._entries[index],
-                self._ready[index : index + 1],
-                ready,
-            )
+            self._graphs.run(("copy", index, n), lambda: self._copy(index, n))
+
+    def _fill(self, slot: _Slot, logits: torch.Tensor, n: int) -> None:
+        slot.rows.copy_(slot.host_rows, non_blocking=True)
+        capture_step(
+            logits,
+            slot.out.sampled_ids[:n],
+            slot.kinds[:n],
+            slot.out,
+            top=self._settings.top,
+            draws=self._settings.draws,
+            seeds=slot.seeds[:n],
+            positions=slot.positions[:n],
+        )
+
+    def _copy(self, index: int, n: int) -> None:
+        slot = self._slots[index]
+        ready = self._ready[index : index + 1]
+        copy_out(slot.out, n, self._headers[index], self._entries[index], ready, slot.number)
 
     def _lose(self, number: int, rows: BatchRows, waited: float) -> None:
         if self.error is not None:

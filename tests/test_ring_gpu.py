@@ -1,0 +1,107 @@
+"""The ring on a device: what arrives in the spool is what the logits of each step say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from spool_blocks import entries_of
+
+from rollout.capture import launch_graphs
+from rollout.capture.batch import BatchRows
+from rollout.capture.request import KEPT, SKIP, CaptureSettings
+from rollout.capture.ring import RingRecorder
+from rollout.spool import SpoolReader, StoredStep
+
+pytestmark = pytest.mark.gpu
+
+ROWS, VOCAB, STEPS = 96, 20_011, 200
+
+
+@pytest.fixture(scope="module")
+def recorder() -> Iterator[RingRecorder]:
+    settings = CaptureSettings(support_capacity=1 << 21, top=0, draws=2)
+    made = RingRecorder(
+        settings, device=torch.device("cuda"), max_rows=ROWS, vocab_size=VOCAB, slots=3
+    )
+    made.warm_up((torch.float32, torch.bfloat16))
+    yield made
+    made.stop()
+
+
+def logits_of(step: int, dtype: torch.dtype, buffer: torch.Tensor | None) -> torch.Tensor:
+    """Another number of rows and ids kept at each step; in a fixed buffer where there is one."""
+    generator = torch.Generator("cuda").manual_seed(step)
+    n = ROWS - step % 3
+    logits = torch.randn(n, VOCAB, device="cuda", generator=generator)
+    share = 0.9 if step % 7 == 0 else 0.002
+    dropped = torch.rand(n, VOCAB, device="cuda", generator=generator) > share
+    logits[dropped] = -torch.inf
+    logits[:, step] = 1.0
+    if buffer is None:
+        return logits.to(dtype)
+    buffer[:n].copy_(logits)
+    return buffer[:n]
+
+
+def check(found: StoredStep, logits: torch.Tensor) -> None:
+    """Compare one stored step with float64."""
+    step, n = found.step, logits.shape[0]
+    live = n - 1  # the last row does not count
+    assert found.request_ids == [f"r{step}-{i}" for i in range(n)]
+    assert found.positions.tolist() == [step + i for i in range(n)]
+    assert found.sampled.tolist() == [step] * n
+    mask = logits[:live] > -torch.inf
+    assert found.counts.tolist() == [*mask.sum(dim=1).tolist(), 0]
+    assert found.need == found.num_entries == int(mask.sum())
+    entries = torch.from_numpy(entries_of(found).view(np.int64)).cuda()
+    row = torch.repeat_interleave(
+        torch.arange(live, device="cuda"), torch.from_numpy(found.counts[:live].copy()).cuda()
+    )
+    keys = row * VOCAB + (entries & 0xFFFFFFFF)
+    assert torch.equal(keys.sort().values, mask.flatten().nonzero().flatten())
+    exact = torch.log_softmax(logits[:live].double(), dim=-1).flatten()[keys]
+    error = ((entries >> 32).to(torch.int32).view(torch.float32).double() - exact).abs()
+    assert torch.all(error <= 5e-7 + 2.0**-23 * exact.abs())
+    assert found.draws.shape == (n, 2)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("place", ["fixed", "anywhere"])
+def test_every_step_arrives(
+    recorder: RingRecorder, tmp_path: Path, dtype: torch.dtype, place: str
+) -> None:
+    buffer = torch.empty(ROWS, VOCAB, device="cuda", dtype=dtype) if place == "fixed" else None
+    recorder.start(str(tmp_path))
+    seeds = np.arange(ROWS, dtype=np.int64)
+    for step in range(STEPS):
+        logits = logits_of(step, dtype, buffer)
+        n = logits.shape[0]
+        kinds = np.full(n, KEPT, np.int8)
+        kinds[-1] = SKIP
+        rows = BatchRows(
+            request_ids=[f"r{step}-{i}" for i in range(n)],
+            positions=np.arange(step, step + n, dtype=np.int32),
+            kinds=kinds,
+            seeds=seeds[:n],
+        )
+        sampled = torch.full((n, 1), step, device="cuda", dtype=torch.int32)
+        torch.cuda.set_sync_debug_mode("error")
+        recorder.record(step, logits, sampled, rows)
+        torch.cuda.set_sync_debug_mode("default")
+        logits.fill_(torch.nan)  # the engine goes on with the memory
+        del logits
+    recorder.flush()
+    assert recorder.error is None
+    steps = 0
+    for found in SpoolReader(tmp_path).poll():
+        check(found, logits_of(found.step, dtype, None))
+        steps += 1
+    assert steps == STEPS
+    graphs = [graph for graph in recorder._graphs._graphs.values() if graph is not None]
+    assert len(graphs) >= 9  # three slots, three numbers of rows
+    assert len(recorder._graphs._graphs) <= launch_graphs.MAX_GRAPHS
