@@ -89,7 +89,7 @@ def resolved_job(
                 "path": str(folder / "data"),
                 "unit_prompts": max(len(lengths) // 32, 1),
                 "shard_bytes": 64 * 2**20,
-                "commit_threads": 8,
+                "commit_threads": 12,
             },
             "engine": engine,
         }

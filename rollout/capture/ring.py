@@ -165,7 +165,7 @@ class RingRecorder:
         self.stop()
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._ring.closing = False
+        self._ring.closing = self._ring.taking = False
         self._ring.error = self._failed = None
         layout = json.dumps(self._ring.layout.record())
         command = [sys.executable, "-m", "rollout.capture.ring_process"]
@@ -174,6 +174,9 @@ class RingRecorder:
             stdin=subprocess.PIPE,  # never written to: it ends with this process
             pass_fds=[self._ring.file],
         )
+        # its start takes longer than the ring has room for
+        while not self._ring.taking and self.error is None:
+            time.sleep(_WAIT_SECONDS)
 
     def stop(self) -> None:
         """Let what was recorded be written, and end the process."""

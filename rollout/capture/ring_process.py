@@ -55,6 +55,7 @@ def take_steps(ring: SharedRing, folder: Path, parent: int) -> None:
     writer: SpoolWriter | None = None
     lost = SpoolReader(folder / LOST_FOLDER)
     number = ring.consumed
+    ring.taking = True
     while True:
         slot = number % ring.layout.slots
         if ring.ready[slot] == number + 1:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 _PAGE: Final = 4096
-_QUEUED, _CONSUMED, _CLOSING = range(3)  # control words
+_QUEUED, _CONSUMED, _CLOSING, _TAKING = range(4)  # control words
 _READY_AT: Final = 128  # bytes
 _ERROR_AT: Final = 2048
 _ERROR_BYTES: Final = _PAGE - _ERROR_AT
@@ -138,6 +138,15 @@ class SharedRing:
     @closing.setter
     def closing(self, value: bool) -> None:
         self._words[_CLOSING] = value
+
+    @property
+    def taking(self) -> bool:
+        """Whether a process takes steps."""
+        return bool(self._words[_TAKING])
+
+    @taking.setter
+    def taking(self, value: bool) -> None:
+        self._words[_TAKING] = value
 
     @property
     def error(self) -> str | None:
