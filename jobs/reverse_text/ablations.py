@@ -164,10 +164,10 @@ def main(
 
     results = output / "ablations.jsonl"
     output.mkdir(parents=True, exist_ok=True)
-    engine = KeptEngine(0)
-    try:
-        # seed by seed, so that a run cut short still compares the arms
-        for seed in range(first_seed, first_seed + seeds):
+    # seed by seed, so that a run cut short still compares the arms
+    for seed in range(first_seed, first_seed + seeds):
+        engine = KeptEngine(1000 * seed)  # each job draws with the next seed
+        try:
             for setting in settings:
                 for number, arm in enumerate(arms_of(setting)):
                     done = {
@@ -207,8 +207,8 @@ def main(
                     with results.open("a", encoding="utf-8") as file:
                         file.write(json.dumps(line) + "\n")
                     click.echo(json.dumps(line))
-    finally:
-        engine.close()
+        finally:
+            engine.close()
     click.echo(table(read_lines(results)))
 
 
