@@ -16,6 +16,7 @@ from rollout.epoch_plan import Block, EpochPlan, PlannedGroup
 from rollout.errors import DatasetError
 from rollout.loader_config import LoaderConfig, LoaderReport
 from rollout.loader_state import Cursor
+from rollout.page_locked import page_locked_array
 from rollout.prefetch import BlockCache
 from rollout.recycled import RecycledArrays
 from rollout.rows import RolloutRow
@@ -53,7 +54,7 @@ class EpochRun:
         prefetch_bytes: decoded row groups held and in flight.
         decode_threads: threads that fetch and decode ahead.
         device: where batches go.
-        memory: for the large arrays of batches.
+        memory: for the large arrays of batches that stay on the host.
     """
 
     def __init__(
@@ -85,7 +86,8 @@ class EpochRun:
         self._prefetch_bytes = prefetch_bytes
         self._threads = decode_threads
         self._device = device
-        self._memory = memory
+        # written in place, so that nothing is copied to pin it
+        self._empty = page_locked_array if device.type == "cuda" else memory.empty
 
     def batches(self, start: Cursor) -> Iterator[tuple[RolloutBatch, Cursor, int]]:
         """Yield batches from a position on, each with the position and the lag after it.
@@ -228,7 +230,7 @@ class EpochRun:
                 [pick.advantage for pick in picks],
                 untruncated=self._config.untruncated,
                 columns=self._config.batch_columns,
-                empty=self._memory.empty,
+                empty=self._empty,
                 **fields,
             )
         else:
