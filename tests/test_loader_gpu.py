@@ -1,4 +1,4 @@
-"""Batches on the GPU: the values of the CPU's, copied without waiting or reusing memory too early."""
+"""Batches on the GPU: the values of the CPU's, copied without waiting, no memory reused early."""
 
 from __future__ import annotations
 
