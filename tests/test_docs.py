@@ -24,11 +24,12 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 README = ROOT / "README.md"
 
 # not run here: CI runs `make test` on a clean clone; the quickstart's parts and the scripts of the
-# figure (three runs of minutes) have tests of their own; the ablations train for long and have none
+# figures (runs of minutes) have tests of their own; the ablations train for long and have none
 ELSEWHERE = (
     "make quickstart",
     "make test",
     "python jobs/quickstart/make_model.py",
+    "python jobs/reverse_text/rounds.py",
     "python jobs/reverse_text/figure.py",
     "python jobs/reverse_text/ablations.py",
 )
