@@ -25,6 +25,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -100,8 +101,8 @@ def arms_of(setting: str) -> Iterator[Arm]:
             )
 
 
-def table(lines: list[dict[str, object]]) -> str:
-    """Lay the results out as Markdown: mean and range over the seeds of each arm.
+def table(lines: list[dict[str, Any]]) -> str:
+    """Lay the results out as Markdown: the rewards by seed, their mean and range, and the mean k3.
 
     Args:
         lines: As written to `ablations.jsonl`.
@@ -110,21 +111,22 @@ def table(lines: list[dict[str, object]]) -> str:
         The table.
     """
     rows = [
-        "| setting | arm | seeds | start | end: mean | end: min to max |",
-        "|---|---|---|---|---|---|",
+        "| setting | arm | start | end, by seed | mean | range | k3 |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for key in dict.fromkeys((line["setting"], line["arm"]) for line in lines):
-        found = [line for line in lines if (line["setting"], line["arm"]) == key]
-        start = statistics.mean(float(str(line["start"])) for line in found)
-        ends = [float(str(line["end"])) for line in found]
+    lines = sorted(lines, key=lambda line: line["seed"])
+    for setting, arm in dict.fromkeys((line["setting"], line["arm"]) for line in lines):
+        found = [line for line in lines if (line["setting"], line["arm"]) == (setting, arm)]
+        start, k3 = (statistics.mean(line[name] for line in found) for name in ("start", "k3"))
+        ends = [line["end"] for line in found]
         rows.append(
-            f"| {key[0]} | {key[1]} | {len(ends)} | {start:.3f} | {statistics.mean(ends):.3f} "
-            f"| {min(ends):.3f} to {max(ends):.3f} |"
+            f"| {setting} | {arm} | {start:.3f} | {' '.join(f'{end:.3f}' for end in ends)} "
+            f"| {statistics.mean(ends):.3f} | {min(ends):.3f} to {max(ends):.3f} | {k3:.2f} |"
         )
     return "\n".join(rows)
 
 
-def read_lines(path: Path) -> list[dict[str, object]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the results so far."""
     if not path.exists():
         return []
