@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 _PLAN_PROMPTS: Final = 2**14  # of one plan file, at most
 _EMPTY: Final = ShardInfo(
-    size=0, sha256="", rows=0, tokens=0, entries=0, max_token_id=-1, row_groups=()
+    size=0, sha256="", rows=0, tokens=0, entries=0, max_token_id=-1, row_groups=(), footer_blake3=""
 )
 
 
@@ -283,6 +283,7 @@ class DatasetWriter:
             max_token_id=info.max_token_id,
             keys=tuple(row.key for row in rows),
             row_groups=info.row_groups,
+            footer_blake3=info.footer_blake3,
             groups=_group_ranges(rows),
             rejected_file=rejected_file,
             rejected_rows=len(rejected),

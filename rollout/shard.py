@@ -64,6 +64,8 @@ class ShardInfo:
     max_token_id: int
     """Largest id in prompts, samples, supports and draws; -1 without rows."""
     row_groups: tuple[RowGroup, ...]
+    footer_blake3: str
+    """Of the bytes behind the last row group, in hex."""
 
 
 class ShardDigest(Protocol):
@@ -81,6 +83,8 @@ class ShardDigest(Protocol):
     def entries(self) -> int: ...  # noqa: D102
     @property
     def row_groups(self) -> tuple[RowGroup, ...]: ...  # noqa: D102
+    @property
+    def footer_blake3(self) -> str: ...  # noqa: D102
 
 
 def write_shard(
@@ -137,6 +141,7 @@ def write_shard(
     with path.open("rb") as file:
         ranges = _row_group_ranges(pq.read_metadata(file))
         size, sha256, digests = _digest(file, [(start, size) for start, size, _ in ranges])
+        footer_blake3 = digests.pop()
     return ShardInfo(
         size=size,
         sha256=sha256,
@@ -148,6 +153,7 @@ def write_shard(
             RowGroup(offset=start, size=length, blake3=digest, rows=count)
             for (start, length, count), digest in zip(ranges, digests, strict=True)
         ),
+        footer_blake3=footer_blake3,
     )
 
 
@@ -226,8 +232,8 @@ def verify_shard(source: Path | IO[bytes], expected: ShardDigest, *, digests: bo
             f"shard: {size} bytes with sha256 {sha256}, expected {expected.size} with "
             f"{expected.sha256}"
         )
-    if parts != [group.blake3 for group in expected.row_groups]:
-        raise DatasetError("shard: a row group's digest differs from its record")
+    if parts != [*(group.blake3 for group in expected.row_groups), expected.footer_blake3]:
+        raise DatasetError("shard: the digest of a row group or of the footer differs")
 
 
 def _batches(
@@ -298,7 +304,7 @@ def _row_group_ranges(metadata: Any) -> list[tuple[int, int, int]]:
 
 
 def _digest(file: IO[bytes], ranges: list[tuple[int, int]]) -> tuple[int, str, list[str]]:
-    """Size and sha256 of a file, and the BLAKE3 of ranges that rise and do not overlap."""
+    """Size and sha256 of a file; the BLAKE3 of rising ranges, and of what is behind the last."""
     whole = hashlib.sha256()
     digests = []
     file.seek(0)
@@ -317,7 +323,10 @@ def _digest(file: IO[bytes], ranges: list[tuple[int, int]]) -> tuple[int, str, l
         position += take(start - position, whole)
         position += take(length, whole, part)
         digests.append(part.hexdigest())
+    rest = blake3()
     while block := file.read(_READ_BYTES):
         whole.update(block)
+        rest.update(block)
         position += len(block)
+    digests.append(rest.hexdigest())
     return position, whole.hexdigest(), digests

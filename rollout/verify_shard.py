@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import itertools
 import json
 from collections.abc import Callable, Iterator
@@ -11,18 +10,18 @@ from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from rollout.errors import DatasetError
 from rollout.rows import BadRowError, RolloutRow, check_row
 from rollout.schema.columns import FINGERPRINT_KEY, SCHEMA
-from rollout.schema.records import CommitRecord, RowGroup
+from rollout.schema.records import CommitRecord
 from rollout.shard import open_shard
 from rollout.storage import Storage
 from rollout.table_rows import table_rows
 
 _BLOCK_BYTES: Final = 8 * 2**20
-_KIND: Final = "blake3" if "blake3" in RowGroup.__slots__ else "sha256"
 
 
 def check_bytes(storage: Storage, record: CommitRecord) -> None:
@@ -42,13 +41,16 @@ def check_bytes(storage: Storage, record: CommitRecord) -> None:
     damaged: list[str] = []
     for index, group in enumerate(record.row_groups):
         _feed(storage, record.file, position, group.offset, whole.update)
-        own = _group_digest()
+        own = blake3()
         end = group.offset + group.size
         _feed(storage, record.file, group.offset, end, whole.update, own.update)
-        if own.hexdigest() != getattr(group, _KIND):
+        if own.hexdigest() != group.blake3:
             damaged.append(f"row group {index} (bytes {group.offset} to {end})")
         position = end
-    _feed(storage, record.file, position, size, whole.update)
+    footer = blake3()
+    _feed(storage, record.file, position, size, whole.update, footer.update)
+    if record.row_groups and footer.hexdigest() != record.footer_blake3:
+        damaged.append(f"the footer (bytes {position} to {size})")
     if damaged:
         raise DatasetError(f"other bytes than were committed in {', '.join(damaged)}")
     if whole.hexdigest() != record.sha256:
@@ -183,12 +185,8 @@ def _short(values: list[int]) -> str:
     return f"{values}" if len(values) <= 4 else f"{values[:3]}... ({len(values)} of them)"
 
 
-def _group_digest() -> Any:
-    return importlib.import_module(_KIND).blake3() if _KIND == "blake3" else hashlib.new(_KIND)
-
-
 def _feed(
-    storage: Storage, name: str, start: int, end: int, *sinks: Callable[[bytes], None]
+    storage: Storage, name: str, start: int, end: int, *sinks: Callable[[bytes], object]
 ) -> None:
     """Hand bytes of a file to each sink, in blocks."""
     while start < end:

@@ -108,6 +108,8 @@ class CommitRecord:
     keys: tuple[tuple[str, int], ...]
     """The (prompt_key, sample_index) of every row, in the shard's order."""
     row_groups: tuple[RowGroup, ...]
+    footer_blake3: str
+    """Of the bytes behind the last row group, in hex; empty without a shard."""
     groups: tuple[GroupRange, ...]
     rejected_file: str | None
     """The table of what was set aside, relative to the dataset's root."""

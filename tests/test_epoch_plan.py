@@ -22,6 +22,7 @@ def shard(part: int, groups: list[tuple[str, int]], row_groups: list[int]) -> Co
         rows=first, tokens=1, entries=1, max_token_id=1, keys=(), groups=tuple(ranges),
         row_groups=tuple(RowGroup(offset=0, size=1, blake3="", rows=n) for n in row_groups),
         rejected_file=None, rejected_rows=0, rejected_keys=(), created_at="", engine={},
+        footer_blake3="",
     )  # fmt: skip
 
 

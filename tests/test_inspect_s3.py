@@ -122,6 +122,7 @@ def upload_run(
             max_token_id=info.max_token_id,
             keys=tuple((key, s) for key in keys for s in range(8)),
             row_groups=info.row_groups,
+            footer_blake3=info.footer_blake3,
             groups=tuple(
                 GroupRange(group_id=key, first_row=8 * g, num_rows=8) for g, key in enumerate(keys)
             ),

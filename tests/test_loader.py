@@ -275,8 +275,8 @@ def test_a_shard_that_changed_in_an_epoch_is_refused(local: str, change: str) ->
     message = {
         "shorter": r"has \d+ bytes, expected \d+: it changed after",
         "longer": r"has \d+ bytes, expected \d+: it changed after",
-        "another run's": "its footer has fingerprint f+ .*expected [0-9a-f]+ .*it changed after",
-        "damaged footer": "its footer is damaged",
+        "another run's": "its footer changed after it was committed",
+        "damaged footer": "its footer changed after it was committed",
     }[change]
     with pytest.raises(DatasetError, match=message):
         list(batches)

@@ -42,6 +42,7 @@ COMMIT = CommitRecord(
     max_token_id=2**31 - 1,
     keys=(("schl\u00fcssel", 0), ("p", 1)),
     row_groups=(RowGroup(offset=4, size=6, blake3="bb", rows=2),),
+    footer_blake3="cc",
     groups=(GroupRange(group_id="g", first_row=0, num_rows=2),),
     rejected_file=None,
     rejected_rows=0,
