@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -172,13 +172,13 @@ def write_ids(path: Path, num_prompts: int) -> Path:
     return path
 
 
-def _resolve(config: JobConfig) -> Any:
+def _resolve(config: JobConfig, reward: Callable[..., float] | None) -> Any:
     inputs = {"sampling": config.sampling.model_dump(mode="json", include={"temperature"})}
     return SimpleNamespace(
         config=config,
         files=None,
         renderer=_Renderer(),
-        reward=None,
+        reward=None if reward is None else SimpleNamespace(function=reward, name="reward"),
         stop_ids=(),
         record=DatasetRecord(
             fingerprint=fingerprint_of(inputs), fingerprint_inputs=inputs, provenance={}
@@ -187,8 +187,10 @@ def _resolve(config: JobConfig) -> Any:
 
 
 @contextmanager
-def fake_engine(engine: type[FakeEngine] = FakeEngine) -> Iterator[type[FakeEngine]]:
-    """Let every job run on a fake engine."""
+def fake_engine(
+    engine: type[FakeEngine] = FakeEngine, *, reward: Callable[..., float] | None = None
+) -> Iterator[type[FakeEngine]]:
+    """Let every job run on a fake engine, and call this reward function."""
 
     class Fresh(engine):  # type: ignore[misc, valid-type]
         """Counts of its own."""
@@ -198,7 +200,7 @@ def fake_engine(engine: type[FakeEngine] = FakeEngine) -> Iterator[type[FakeEngi
 
     with (
         mock.patch("rollout.engine_start.Engine", Fresh),
-        mock.patch("rollout.pipeline.resolve_job", _resolve),
+        mock.patch("rollout.pipeline.resolve_job", lambda config: _resolve(config, reward)),
         mock.patch("rollout.window.sampling_params", params),
     ):
         yield Fresh

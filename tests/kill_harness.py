@@ -1,8 +1,11 @@
-"""Kill jobs on the fake engine, and check after each death that nothing is lost or doubled.
+"""Kill jobs, and check after each death that nothing is lost or doubled.
 
-A script: `python tests/kill_harness.py FOLDER --kills 200`; a person may let it run much longer.
-Jobs run in forked children, so that a run costs no imports. Half of the kills come at a random
-time, the others before or after a call to the storage, one call after the other.
+    python tests/kill_harness.py FOLDER --kills 200
+    python tests/kill_harness.py FOLDER --kills 20 --engine vllm
+
+On the fake engine, small jobs are killed before and after each call to the storage that writes, in
+turn; the other kills come at a random time or call in larger jobs, several in each. Jobs run in
+forked children, so that a run costs no imports. A person may let it run much longer.
 """
 
 from __future__ import annotations
@@ -12,25 +15,98 @@ import itertools
 import json
 import os
 import random
-import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fake_engine import fake_engine, fake_job, write_ids
+from fake_engine import FakeEngine, fake_engine, fake_job, write_ids
 
 from rollout.config import JobConfig
 from rollout.dataset import read_dataset
+from rollout.engine import Finished
 from rollout.pipeline import generate
+from rollout.schema.layout import COMMIT_FOLDER
 from rollout.storage import Storage
+from rollout.verify import verify_dataset
 
 _CALLS = ("create_exclusive", "write_bytes", "put_file", "delete")
+_SAMPLES = 2
+_UNIT = 8  # prompts
+_SMALL = 10  # prompts of a job that is killed at each call in turn
+_GROUPS_PER_STEP = 10
+
+
+@dataclass(kw_only=True)
+class Totals:
+    """What the kills of one process came to."""
+
+    kills: int = 0
+    calls: int = 0
+    """Kills at a call of the storage."""
+    datasets: int = 0
+    asked: int = 0
+    generated: int = 0
+
+
+class Case:
+    """One dataset that is made by jobs which are killed."""
+
+    def __init__(
+        self, folder: Path, prompts: int, totals: Totals, run: Callable[..., None]
+    ) -> None:
+        folder.mkdir(parents=True)
+        self.output, self.log = folder / "out", folder / "log"
+        self.log.touch()
+        self.asked = _SAMPLES * prompts
+        self._source = write_ids(folder / "prompts.jsonl", prompts)
+        self._result = folder / "result"
+        self._totals = totals
+        self._run = run
+        self._done = 0
+
+    def start(self, call: int | None = None) -> int:
+        """Run the job in a child, which may kill itself at a call."""
+        self._result.unlink(missing_ok=True)
+        return in_child(lambda: self._run(self._source, self.output, self.log, call, self._result))
+
+    def end(self, child: int) -> bool:
+        """Wait for a run, and check what it left; returns whether it was killed."""
+        code = ended(child)
+        assert code in (0, -signal.SIGKILL), f"a run ended with {code}"
+        assert ended(in_child(self._check)) == 0, f"{self.output} is not whole"
+        self._done = int(self._result.read_text())
+        self._totals.kills += code != 0
+        return code != 0
+
+    def finish(self) -> None:
+        """Run to the end; another run then changes nothing."""
+        while self.end(self.start()):
+            raise AssertionError("killed by another")
+        assert self._done == self.asked, f"{self._done} of {self.asked}"
+        before = snapshot(self.output)
+        assert ended(self.start()) == 0
+        assert snapshot(self.output) == before, "a further run changed something"
+        self._totals.datasets += 1
+        self._totals.asked += self.asked
+        self._totals.generated += len(self.log.read_text().splitlines())
+
+    def _check(self) -> None:
+        """Read by records: every rollout once, all files whole, never fewer than before."""
+        found = 0
+        if (self.output / "_dataset.json").exists():
+            report = verify_dataset(Storage.open(self.output), rows=False)
+            assert not report.faults, report.faults
+            found = report.rollouts
+        assert found >= self._done, f"{found} rollouts, there were {self._done}"
+        self._result.write_text(str(found))
 
 
 def in_child(function: Callable[[], Any]) -> int:
-    """Start a function in a forked child; its result goes to a file named after the child."""
+    """Start a function in a forked child."""
     child = os.fork()
     if child:
         return child
@@ -38,6 +114,8 @@ def in_child(function: Callable[[], Any]) -> int:
     try:
         function()
         code = 0
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
     finally:
         os._exit(code)
 
@@ -47,48 +125,34 @@ def ended(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def die_at(call: int) -> None:
-    """Kill this process at a call to the storage, counted from 0, before and after each."""
+def die_at(call: int | None, result: Path) -> None:
+    """Kill this process at a call to the storage, counted from 0, before and after each.
+
+    Args:
+        call: which; None kills at none.
+        result: where the number of calls so far is kept.
+    """
     count = itertools.count()
+
+    def step() -> None:
+        number = next(count)
+        if number == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result.write_text(str(number + 1))
 
     def wrapped(stock: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            if next(count) == call:
-                os.kill(os.getpid(), signal.SIGKILL)
-            result = stock(*args, **kwargs)
-            if next(count) == call:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
+            step()
+            found = stock(*args, **kwargs)
+            step()
+            if found is True and COMMIT_FOLDER in args[1]:
+                _AsFastAsTheDisk.committed += json.loads(args[2])["rows"]
+            return found
 
         return run
 
     for name in _CALLS:
         setattr(Storage, name, wrapped(getattr(Storage, name)))
-
-
-def check(output: Path, least: int, result: Path) -> None:
-    """Read by records: every rollout once, all files there and whole, never fewer than before."""
-    if not (output / "_dataset.json").exists():
-        assert least == 0
-        result.write_text("0")
-        return
-    view = read_dataset(Storage.open(str(output)))
-    keys = [key for record in view.commits for key in record.keys]
-    assert len(keys) == len(set(keys)), "a rollout is there twice"
-    assert len(keys) >= least, f"{len(keys)} rollouts, there were {least}"
-    for record in view.shards:
-        view.verify(record)
-    result.write_text(str(len(keys)))
-
-
-def check_end(output: Path, asked: int) -> None:
-    """Read as people do, without the records."""
-    import polars as pl
-    import pyarrow.dataset as ds
-
-    ids = pl.scan_parquet(f"{output}/data/*.parquet").select("rollout_id").collect()
-    assert ids.height == ids.n_unique() == asked, f"polars sees {ids.height} of {asked}"
-    assert ds.dataset(output / "data").count_rows() == asked
 
 
 def snapshot(output: Path) -> dict[str, tuple[int, int]]:
@@ -97,54 +161,141 @@ def snapshot(output: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
 
 
-def run_job(config: JobConfig, log: Path, call: int | None) -> None:
-    """One run of a job, as a child's whole life."""
-    devnull = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, 2)
-    if call is not None:
-        die_at(call)
-    with fake_engine() as engine:
-        engine.log = log
-        engine.step_seconds = 0.004
-        generate(config, show_progress=False)
+class _AsFastAsTheDisk(FakeEngine):
+    """Waits where more is returned than a unit and a half that is not committed."""
+
+    returned = committed = 0
+
+    def step(self) -> list[Finished]:
+        pace = _AsFastAsTheDisk
+        while pace.returned - pace.committed > 3 * _UNIT * _SAMPLES // 2:
+            time.sleep(0.0005)
+        found = super().step()
+        pace.returned += len(found)
+        return found
 
 
-def one_dataset(folder: Path, prompts: int, kills: int, rng: random.Random) -> tuple[int, float]:
-    """Kill a job until it is done; returns the kills, and rollouts generated for each asked."""
-    source = write_ids(folder / "prompts.jsonl", prompts)
-    output, log, result = folder / "out", folder / "log", folder / "result"
-    log.touch()
+def run_fake(source: Path, output: Path, log: Path, call: int | None, result: Path) -> None:
+    """One run of a job on the fake engine, as a child's whole life."""
     config = fake_job(
         source,
         output,
-        sampling={"n": 2},
-        output={"unit_prompts": 64, "flush_seconds": 0.02},
+        sampling={"n": _SAMPLES, "max_tokens": 1},
+        output={"unit_prompts": _UNIT, "commit_threads": 1},
     )
-    done = killed = 0
-    call = rng.randrange(40)
-    while True:
-        by_call = killed < kills and killed % 2 == 0
-        chosen = call if by_call else None
-        call += rng.randrange(1, 8)
-        child = in_child(lambda chosen=chosen: run_job(config, log, chosen))  # type: ignore[misc]
-        if killed < kills and not by_call:
-            time.sleep(rng.uniform(0.0, 1.0))
+    die_at(call, result)
+    with fake_engine(_AsFastAsTheDisk, reward=lambda row, text, ids: ids[0] % 7) as engine:
+        engine.log = log
+        _generate(config)
+
+
+def run_vllm(source: Path, output: Path, log: Path, call: int | None, result: Path) -> None:
+    """One run of a job on vLLM's CPU build, in a fresh process group."""
+    from engine_jobs import make_job
+    from tiny_model import make_tiny_model
+
+    from rollout.engine import Engine
+
+    model = source.parent / "model"
+    if not model.exists():
+        make_tiny_model(model)
+    stock = Engine.step
+
+    def step(self: Engine) -> Any:
+        found = stock(self)
+        with log.open("a") as file:
+            file.write("".join(f"{one.internal_id}\n" for one in found))
+        return found
+
+    Engine.step = step  # type: ignore[method-assign]
+    reward = source.parent / "reward.py"
+    reward.write_text("def reward(row, text, ids):\n    return ids[0] % 7\n")
+    config = make_job(
+        model,
+        source,
+        output,
+        sampling={"n": _SAMPLES, "max_tokens": 8, "top_p": 0.9},
+        output={"unit_prompts": 8, "flush_seconds": 0.5},
+        reward=f"{reward}:reward",
+    )
+    _generate(config)
+
+
+def _generate(config: JobConfig) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    generate(config, show_progress=False)
+
+
+def at_each_call(folder: Path, totals: Totals, share: int, shares: int) -> None:
+    """Kill small jobs at every call in turn: once in their first run, and once when resumed."""
+    counting = Case(folder / "counting", _SMALL, Totals(), run_fake)
+    assert ended(counting.start()) == 0
+    calls = int((folder / "counting/result").read_text())
+    for call in range(share, calls, shares):
+        case = Case(folder / f"call-{call}", _SMALL, totals, run_fake)
+        totals.calls += case.end(case.start(call))
+        case.finish()
+
+
+def at_any_time(
+    folder: Path, totals: Totals, kills: int, each: int, prompts: int, rng: random.Random
+) -> None:
+    """Kill larger jobs at random times and calls."""
+    for number in itertools.count():
+        if totals.kills >= kills:
+            return
+        case = Case(folder / f"time-{number}", prompts, totals, run_fake)
+        for attempt in range(min(each, kills - totals.kills)):
+            if attempt % 3 == 2:
+                totals.calls += case.end(case.start(rng.randrange(8, 200)))
+                continue
+            child = case.start()
+            time.sleep(rng.uniform(0.0, 0.6))
             os.kill(child, signal.SIGKILL)
-        code = ended(child)
-        assert code in (0, -signal.SIGKILL), f"a run ended with {code}"
-        reader = in_child(lambda least=done: check(output, least, result))  # type: ignore[misc]
-        assert ended(reader) == 0
-        done = int(result.read_text())
-        if code == 0:
-            break
-        killed += 1
-    asked = 2 * prompts
-    assert done == asked, f"{done} of {asked}"
-    assert ended(in_child(lambda: check_end(output, asked))) == 0
-    before = snapshot(output)
-    assert ended(in_child(lambda: run_job(config, log, None))) == 0
-    assert snapshot(output) == before, "a further run changed something"
-    return killed, len(log.read_text().splitlines()) / asked
+            case.end(child)
+        case.finish()
+
+
+def real_engine(folder: Path, totals: Totals, kills: int, prompts: int, rng: random.Random) -> None:
+    """Kill one job on vLLM again and again, some time after its engine is there."""
+    case = Case(folder / "vllm", prompts, totals, run_vllm)
+    while totals.kills < kills:
+        before = case.log.stat().st_size
+        child = case.start()
+        while case.log.stat().st_size == before:
+            time.sleep(0.05)
+            gone, status = os.waitpid(child, os.WNOHANG)
+            assert not gone, f"a run ended by itself with {os.waitstatus_to_exitcode(status)}"
+        time.sleep(rng.uniform(0.0, 3.0))
+        os.kill(child, signal.SIGKILL)
+        case.end(child)
+        done = len(case.log.read_text().splitlines())
+        print(f"kill {totals.kills}: {done} generated of {case.asked} asked", file=sys.stderr)
+    case.finish()
+
+
+def check_readers(outputs: list[Path]) -> int:
+    """Read as people and trainers do, without the records or through the loader; count rollouts."""
+    import polars as pl
+    import pyarrow.dataset as ds
+
+    from rollout.loader import RolloutLoader
+
+    found = 0
+    for output in outputs:
+        keys = [key for record in read_dataset(Storage.open(output)).commits for key in record.keys]
+        asked = len(set(keys))
+        assert len(keys) == asked, f"{output}: a rollout is there twice"
+        ids = pl.scan_parquet(f"{output}/data/*.parquet").select("rollout_id").collect()
+        assert ids.height == ids.n_unique() == asked, f"{output}: polars sees {ids.height}"
+        assert ds.dataset(output / "data").count_rows() == asked
+        loader = RolloutLoader(
+            output, vocab_size=2**17, groups_per_step=_GROUPS_PER_STEP, token_budget=2**14
+        )
+        loaded = [one for batch in loader for one in batch.rollout_ids]
+        assert sorted(loaded) == sorted(ids["rollout_id"]), f"{output}: the loader sees others"
+        found += asked
+    return found
 
 
 def main() -> None:
@@ -152,21 +303,35 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--prompts", type=int, default=2500, help="of each dataset")
-    parser.add_argument("--kills-each", type=int, default=4, help="kills of each dataset")
+    parser.add_argument("--prompts", type=int, default=300, help="of each larger dataset")
+    parser.add_argument("--kills-each", type=int, default=4, help="kills of each of them")
+    parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--engine", choices=["fake", "vllm"], default="fake")
     arguments = parser.parse_args()
-    rng = random.Random(arguments.seed)
-    killed = 0
-    shares: list[float] = []
-    while killed < arguments.kills:
-        folder = arguments.folder / f"{len(shares)}"
+
+    def work(number: int, count: int) -> None:
+        folder, totals = arguments.folder / str(number), Totals()
         folder.mkdir(parents=True)
-        kills, share = one_dataset(folder, arguments.prompts, arguments.kills_each, rng)
-        killed += kills
-        shares.append(share)
-        shutil.rmtree(folder)
-    print(json.dumps({"kills": killed, "datasets": len(shares), "generated": max(shares)}))
+        rng = random.Random(f"{arguments.seed} {number}")
+        if arguments.engine == "vllm":
+            real_engine(folder, totals, arguments.kills, arguments.prompts, rng)
+        else:
+            at_each_call(folder, totals, number, count)
+            kills = -(-arguments.kills // count)
+            at_any_time(folder, totals, kills, arguments.kills_each, arguments.prompts, rng)
+        (folder / "totals.json").write_text(json.dumps(vars(totals)))
+
+    count = 1 if arguments.engine == "vllm" else arguments.processes
+    workers = [in_child(lambda n=n: work(n, count)) for n in range(count)]  # type: ignore[misc]
+    codes = [ended(worker) for worker in workers]
+    assert codes == [0] * count, f"workers ended with {codes}"
+    found = [json.loads((arguments.folder / f"{n}/totals.json").read_text()) for n in range(count)]
+    totals = {name: sum(one[name] for one in found) for name in found[0]}
+    outputs = sorted(p for p in arguments.folder.glob("*/*/out") if p.parent.name != "counting")
+    assert len(outputs) == totals["datasets"]
+    assert check_readers(outputs) == totals["asked"]
+    print(json.dumps(totals))
 
 
 if __name__ == "__main__":
