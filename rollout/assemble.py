@@ -30,7 +30,7 @@ _REASONS = {
     spool.FLAG_SAMPLED_MISSING: ("sampled_not_kept", "the sampled id is not in the kept set"),
 }
 # ids whose late rows are still recognised; a late row comes within a few steps
-_CLOSED_IDS = 100_000
+_CLOSED_IDS = 16_384
 _SPARSE = 0.5  # a segment of which less is needed is worth the copy
 
 

@@ -21,6 +21,7 @@ from rollout.errors import InputError, RolloutError
 from rollout.storage_errors import explain
 
 _FORMATS = (".jsonl", ".jsonl.gz", ".parquet")
+_READ_BYTES = 2**20
 _BOM = b"\xef\xbb\xbf"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 # columns of ours: a null field inside of them is one that the row does not have
@@ -107,7 +108,8 @@ def _no_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _parquet_rows(config: PromptsConfig) -> Iterator[RawRow]:
     with (
         fsspec.open(config.path, "rb", **config.storage_options) as file,
-        pq.ParquetFile(file) as table,
+        # a row group may be the whole file: read it page by page
+        pq.ParquetFile(file, buffer_size=_READ_BYTES, pre_buffer=False) as table,
     ):
         counts = Counter(table.schema_arrow.names)
         repeated = [name for name, count in counts.items() if count > 1]

@@ -164,11 +164,10 @@ def fake_job(prompts: Path, output: str | Path, /, **sections: Any) -> JobConfig
 
 def write_ids(path: Path, num_prompts: int) -> Path:
     """Write prompts of token ids, all different."""
-    lines = (
-        f'{{"id": "p{i}", "prompt_token_ids": [{i % 256}, {i // 256 % 256}, {i // 65536}]}}\n'
-        for i in range(num_prompts)
-    )
-    path.write_text("".join(lines))
+    with path.open("w") as file:
+        for i in range(num_prompts):
+            ids = f"{i % 256}, {i // 256 % 256}, {i // 65536}"
+            file.write(f'{{"id": "p{i}", "prompt_token_ids": [{ids}]}}\n')
     return path
 
 
