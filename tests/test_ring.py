@@ -52,6 +52,7 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "zeros", unpinned)
     monkeypatch.setattr(ring, "_pin", lambda _memory: None)
+    monkeypatch.setattr(ring, "_unpin", lambda _memory: None)
     monkeypatch.setattr(LaunchGraphs, "run", lambda _self, _key, launch: launch())
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)

@@ -14,10 +14,11 @@ import torch
 
 MAX_GRAPHS: Final = 512
 """Graphs that are kept; each holds some kilobytes."""
+_ENOUGH: Final = 8  # runs before a graph is made: that takes as long as several of them
 
 
 class LaunchGraphs:
-    """Runs launches, from the third time on as a graph."""
+    """Runs launches, as graphs where they come often."""
 
     def __init__(self, device: torch.device) -> None:
         """Start with no graph.
@@ -27,7 +28,8 @@ class LaunchGraphs:
         """
         # a capture needs a stream of its own; nothing runs there
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph | None] = OrderedDict()
+        # a graph, or how often the key has come so far
+        self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph | int] = OrderedDict()
 
     def run(self, key: Hashable, launch: Callable[[], None]) -> None:
         """Do on the current stream what `launch` does.
@@ -37,15 +39,14 @@ class LaunchGraphs:
             launch: allocates nothing and waits for nothing.
         """
         graphs = self._graphs
-        graph = graphs.get(key)
-        if graph is not None:
-            graphs.move_to_end(key)
-            graph.replay()
+        found = graphs.setdefault(key, 0)
+        graphs.move_to_end(key)
+        if not isinstance(found, int):
+            found.replay()
             return
-        if key not in graphs:
-            # compiles what is new; what does not come again is not worth a graph
+        if found < _ENOUGH:
             launch()
-            graphs[key] = None
+            graphs[key] = found + 1
             if len(graphs) > MAX_GRAPHS:
                 graphs.popitem(last=False)
             return

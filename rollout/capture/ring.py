@@ -15,6 +15,7 @@ import logging
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +108,8 @@ class RingRecorder:
         self._ring = SharedRing.create(_layout(self._slots[0].out, slots, max_rows))
         memory = torch.from_numpy(self._ring.memory)
         _pin(memory)
+        # at the end of the process there is no device to tell any more
+        weakref.finalize(self, _unpin, memory).atexit = False
         self._headers = [torch.from_numpy(self._ring.header(i)) for i in range(slots)]
         self._entries = [torch.from_numpy(self._ring.entries(i)) for i in range(slots)]
         self._ready = torch.from_numpy(self._ring.ready)
@@ -306,6 +309,17 @@ def _pin(memory: torch.Tensor) -> None:
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     code = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE_AND_MAPPED)
     torch.cuda.check_error(int(code))
+
+
+def _unpin(memory: torch.Tensor) -> None:
+    """Take the memory back from the device before it goes.
+
+    Else another allocation at the same address would be taken for it, and copies would read what is
+    no longer there.
+    """
+    torch.cuda.synchronize()
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(int(runtime.cudaHostUnregister(memory.data_ptr())))
 
 
 def _lost(number: int, rows: BatchRows, waited: float) -> StepBlock:

@@ -30,7 +30,8 @@ from rollout.spool import (
 
 LOST_FOLDER: Final = "lost"
 """Beside the spool's segments: a spool of the steps that found no slot."""
-_POLL_SECONDS: Final = 0.0005  # a step takes some milliseconds
+_POLL_SECONDS: Final = 0.001  # a step takes some milliseconds
+_LOOK_SECONDS: Final = 0.05  # between looks at what hardly ever changes
 
 
 def main() -> None:
@@ -55,6 +56,7 @@ def take_steps(ring: SharedRing, folder: Path, parent: int) -> None:
     writer: SpoolWriter | None = None
     lost = SpoolReader(folder / LOST_FOLDER)
     number = ring.consumed
+    looked = 0.0
     ring.taking = True
     while True:
         slot = number % ring.layout.slots
@@ -68,14 +70,18 @@ def take_steps(ring: SharedRing, folder: Path, parent: int) -> None:
             number += 1
             ring.consumed = number
             continue
-        # before the last look at the lost steps, or one could come in between
-        last = (ring.closing and number == ring.queued) or _ended(parent)
+        closed = ring.closing and number == ring.queued
+        if not closed and time.monotonic() - looked < _LOOK_SECONDS:
+            time.sleep(_POLL_SECONDS)
+            continue
+        looked = time.monotonic()
+        # asked before the last look at the lost steps, or one could come in between
+        last = closed or _ended(parent)
         for step in lost.poll():
             writer = writer or SpoolWriter(folder)
             writer.append(_without_entries(step))
         if last:
             break  # what the device has not finished goes with the process that asked for it
-        time.sleep(_POLL_SECONDS)
     if writer is not None:
         writer.close()
 
