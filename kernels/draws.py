@@ -109,7 +109,7 @@ def launch_draws(
         seeds: [N] int64.
         positions: [N] int64.
     """
-    rows, vocab_size = logits.shape
+    rows, vocab_size = kinds.shape[0], logits.shape[1]
     scratch = out.scratch
     num_draws = out.draws.shape[1]
     _draws_kernel[(rows, launch.ceil_div(num_draws, launch.DRAW_BLOCK))](

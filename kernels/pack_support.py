@@ -42,7 +42,7 @@ def launch_pack(
         kinds: [N] int8.
         out: the buffers of the step, after the row statistics.
     """
-    rows, vocab_size = logits.shape
+    rows, vocab_size = kinds.shape[0], logits.shape[1]
     scratch = out.scratch
     chunks = launch.ceil_div(vocab_size, launch.CHUNK)
     _pack_kernel[(chunks, rows)](

@@ -45,7 +45,7 @@ def launch_row_stats(
         out: the buffers of the step; `tail_mass` becomes 0, or NaN in broken TOP rows.
         top: ids recorded of a TOP row.
     """
-    rows, vocab_size = logits.shape
+    rows, vocab_size = kinds.shape[0], logits.shape[1]
     scratch = out.scratch
     unit = launch.row_unit(logits)
     chunks = launch.ceil_div(vocab_size, launch.CHUNK)

@@ -20,19 +20,19 @@ from rollout.kernels.top_capture import launch_top, top_reference
 
 __all__ = ["RowFlag", "RowKind", "StepOutput", "capture_step", "capture_step_reference"]
 
-# N rows of the step, V vocabulary, K draws; R >= N rows of the buffers
+# N rows of logits, M >= N rows of the step, V vocabulary, K draws; R >= M rows of the buffers
 
 
 def capture_step(
     logits: torch.Tensor,  # [N, V]
-    sampled_ids: torch.Tensor,  # [N]
-    kinds: torch.Tensor,  # [N]
+    sampled_ids: torch.Tensor,  # [M]
+    kinds: torch.Tensor,  # [M]
     out: StepOutput,
     *,
     top: int,
     draws: int,
-    seeds: torch.Tensor,  # [N]
-    positions: torch.Tensor,  # [N]
+    seeds: torch.Tensor,  # [M]
+    positions: torch.Tensor,  # [M]
     impl: Impl | None = None,
 ) -> None:
     """Record the sampler's distribution of every row, without waiting for the device.
@@ -40,24 +40,26 @@ def capture_step(
     Entries go to `out.entries` in the order of the rows. A row is written if the inclusive prefix
     sum of the counts stays within the capacity; otherwise it is flagged OVERFLOW and nothing of it
     is written. See `RowKind` for what a row records and `RowFlag` for what can be wrong with it.
+    There may be more rows than logits, as long as all that are too many are SKIP rows: a launch for
+    the most rows of any step is the same at every step.
 
     Args:
         logits: [N, V] float32, bfloat16 or float16; ids next to each other, rows any distance
             apart.
-        sampled_ids: [N] int64, the ids that the sampler drew.
-        kinds: [N] int8, `RowKind` of each row.
-        out: the buffers to fill, of at least N rows and vocabulary V.
+        sampled_ids: [M] int64, M >= N, the ids that the sampler drew.
+        kinds: [M] int8, `RowKind` of each row.
+        out: the buffers to fill, of at least M rows and vocabulary V.
         top: ids recorded of a TOP row, as `out` was allocated for.
         draws: independent samples of every row, K, as `out` was allocated for.
-        seeds: [N] int64, the seed of each row's rollout; used for the draws alone.
-        positions: [N] int64, the output position of each row.
+        seeds: [M] int64, the seed of each row's rollout; used for the draws alone.
+        positions: [M] int64, the output position of each row.
         impl: overrides the choice by device, for tests.
 
     Raises:
         ValueError: shapes, dtypes or devices disagree. Nothing that depends on values is checked.
     """
     _check(logits, sampled_ids, kinds, out, top, draws, seeds, positions)
-    if logits.shape[0] == 0:
+    if kinds.shape[0] == 0:
         out.offsets[:1] = 0
         return
     if choose_impl(logits, impl) == "reference":
@@ -93,7 +95,9 @@ def _check(
         raise ValueError(
             f"logits: the ids of a row are {logits.stride(1)} elements apart, expected 1"
         )
-    rows = logits.shape[0]
+    rows = kinds.numel()
+    if rows < logits.shape[0]:
+        raise ValueError(f"kinds: got {rows}, expected at least {logits.shape[0]} as logits has")
     for name, tensor, dtype in (
         ("sampled_ids", sampled_ids, torch.int64),
         ("kinds", kinds, torch.int8),
@@ -112,9 +116,7 @@ def _check(
     if out.counts.device != logits.device:
         raise ValueError(f"out: on {out.counts.device}, expected {logits.device} like the logits")
     if rows > out.counts.shape[0]:
-        raise ValueError(
-            f"logits: {rows} rows, expected at most {out.counts.shape[0]} as `out` has"
-        )
+        raise ValueError(f"kinds: {rows} rows, expected at most {out.counts.shape[0]} as `out` has")
     if draws != out.draws.shape[1]:
         raise ValueError(f"draws: got {draws}, expected {out.draws.shape[1]} as `out` has")
     out.scratch.check(vocab_size=logits.shape[1], top=top)
@@ -149,7 +151,12 @@ def capture_step_reference(
     out.offsets[0] = 0
     for row, kind in enumerate(kinds.tolist()):
         entries, sampled, tail, drawn, flags = _row_reference(
-            logits[row], int(sampled_ids[row]), RowKind(kind), top, words[row]
+            # rows beyond the logits are SKIP rows, of which nothing is read
+            logits[row] if row < logits.shape[0] else logits.new_empty(0),
+            int(sampled_ids[row]),
+            RowKind(kind),
+            top,
+            words[row],
         )
         start, end = end, end + entries.shape[0]
         if end > capacity and end > start:

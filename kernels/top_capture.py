@@ -60,7 +60,7 @@ def launch_top(logits: torch.Tensor, kinds: torch.Tensor, out: StepOutput, top: 
         out: the buffers of the step.
         top: ids in the head, at least 1.
     """
-    rows, vocab_size = logits.shape
+    rows, vocab_size = kinds.shape[0], logits.shape[1]
     scratch = out.scratch
     unit = launch.row_unit(logits)
     _top_kernel[(rows,)](

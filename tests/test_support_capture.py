@@ -21,6 +21,7 @@ from oracle_capture import (
     allowed_error,
     capture,
     log_softmax,
+    poison,
 )
 
 from rollout.kernels.launch import CHUNK
@@ -276,6 +277,51 @@ def test_buffers_serve_steps_of_any_size_in_turn() -> None:
         assert torch.equal(out.offsets[1 : rows + 1], kept.cumsum(0))
 
 
+@pytest.mark.parametrize(
+    ("impl", "device"),
+    [
+        ("reference", "cpu"),
+        ("triton", "cpu"),
+        pytest.param("triton", "cuda", marks=pytest.mark.gpu),
+    ],
+)
+def test_rows_beyond_the_logits_are_nothing(impl: str, device: str) -> None:
+    """A launch of fixed size covers steps of any; what lies behind their logits is not read."""
+    kinds = [KEPT, TOP, GREEDY, NONE, KEPT]
+    n, more, vocab = len(kinds), 4, 700
+    # behind the logits what would be flagged
+    buffer = torch.full((n + more, vocab), torch.nan)
+    buffer[:n] = masked_logits(n, vocab, 0.4)
+    logits = buffer.to(device)[:n]
+    outs = []
+    for rows in (n, n + more):
+        out = StepOutput.allocate(
+            max_rows=n + more, vocab_size=vocab, capacity=5000, top=7, draws=2, device=device
+        )
+        poison(out)
+        capture_step(
+            logits,
+            torch.full((rows,), vocab // 2, device=device),
+            torch.tensor(kinds + [SKIP] * (rows - n), dtype=torch.int8, device=device),
+            out,
+            top=7,
+            draws=2,
+            seeds=torch.arange(rows, device=device),
+            positions=torch.arange(rows, device=device),
+            impl=impl,  # type: ignore[arg-type]
+        )
+        outs.append(out)
+    exact, padded = outs
+    total = int(exact.offsets[n])
+    assert total > 100
+    for name in ("counts", "offsets", "sampled_logprobs", "tail_mass", "flags", "draws"):
+        assert torch.equal(getattr(padded, name)[:n], getattr(exact, name)[:n]), name
+    assert torch.equal(padded.entries[:total], exact.entries[:total])
+    assert padded.offsets[n:].tolist() == [total] * (more + 1)
+    for name in ("counts", "sampled_logprobs", "flags", "draws"):
+        assert not getattr(padded, name)[n:].any(), name
+
+
 def test_slots_share_the_scratch() -> None:
     first = StepOutput.allocate(
         max_rows=4, vocab_size=100, capacity=10, top=2, draws=1, device="cpu"
@@ -301,7 +347,8 @@ def test_the_numbers_of_kinds_and_flags() -> None:
         ({"logits": torch.zeros(50, 2).T}, "elements apart, expected 1"),
         ({"logits": torch.zeros(2, CHUNK + 1)}, f"expected at most {CHUNK}"),
         ({"sampled_ids": torch.zeros(2, dtype=torch.int32)}, "sampled_ids: got"),
-        ({"kinds": torch.zeros(3, dtype=torch.int8)}, "kinds: got"),
+        ({"kinds": torch.zeros(1, dtype=torch.int8)}, "kinds: got 1, expected at least 2"),
+        ({"kinds": torch.zeros(2)}, "kinds: got"),
         ({"seeds": torch.zeros(4, dtype=torch.int64)[::2]}, "seeds: got"),
         ({"positions": torch.zeros(2)}, "positions: got"),
         ({"top": 5}, "top: got 5"),

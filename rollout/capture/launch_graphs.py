@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-MAX_GRAPHS: Final = 512
+MAX_GRAPHS: Final = 64
 """Graphs that are kept; each holds some kilobytes."""
 _ENOUGH: Final = 8  # runs before a graph is made: that takes as long as several of them
 

@@ -250,32 +250,41 @@ class RingRecorder:
         slot.host_seeds[:n] = rows.seeds
         slot.host_positions[:n] = rows.positions
         slot.host_kinds[:n] = rows.kinds
+        # always as many rows as there may be, so that one graph serves every step
+        slot.host_kinds[n:] = SKIP
         # copied, since vLLM goes on with the memory of its own
         slot.out.sampled_ids[:n].copy_(sampled.reshape(-1))
-        key = (index, n, logits.data_ptr(), logits.stride(0), logits.shape[1], logits.dtype)
-        self._graphs.run(("fill", *key), lambda: self._fill(slot, logits, n))
+        # its logits lie at a few addresses, for which that would cost too much
+        key = (index, logits.data_ptr(), logits.stride(0), logits.shape[1], logits.dtype)
+        self._graphs.run(key, lambda: self._fill(slot, logits))
         slot.filled.record()
         with torch.cuda.stream(self._copy_stream):
             self._copy_stream.wait_event(slot.filled)
-            self._graphs.run(("copy", index, n), lambda: self._copy(index, n))
+            self._graphs.run(index, lambda: self._copy(index))
 
-    def _fill(self, slot: _Slot, logits: torch.Tensor, n: int) -> None:
+    def _fill(self, slot: _Slot, logits: torch.Tensor) -> None:
         slot.rows.copy_(slot.host_rows, non_blocking=True)
         capture_step(
             logits,
-            slot.out.sampled_ids[:n],
-            slot.kinds[:n],
+            slot.out.sampled_ids,
+            slot.kinds,
             slot.out,
             top=self._settings.top,
             draws=self._settings.draws,
-            seeds=slot.seeds[:n],
-            positions=slot.positions[:n],
+            seeds=slot.seeds,
+            positions=slot.positions,
         )
 
-    def _copy(self, index: int, n: int) -> None:
+    def _copy(self, index: int) -> None:
         slot = self._slots[index]
-        ready = self._ready[index : index + 1]
-        copy_out(slot.out, n, self._headers[index], self._entries[index], ready, slot.number)
+        copy_out(
+            slot.out,
+            slot.kinds.numel(),
+            self._headers[index],
+            self._entries[index],
+            self._ready[index : index + 1],
+            slot.number,
+        )
 
     def _lose(self, number: int, rows: BatchRows, waited: float) -> None:
         if self.error is not None:
