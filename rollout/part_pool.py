@@ -78,6 +78,7 @@ class PartPool:
         try:
             yield _ProcessPart(process, rows)
         finally:
+            process.drop()
             self._idle.put(process)
 
     def close(self) -> None:
@@ -142,6 +143,12 @@ class _Process:
             return info
 
         return self._twice(ask)
+
+    def drop(self) -> None:
+        """Let go of the part's memory."""
+        # one that is dead holds none, and is started again for the next part
+        with contextlib.suppress(EOFError, BrokenPipeError):
+            self._ask({"do": "drop"})
 
     def close(self) -> None:
         """End it."""

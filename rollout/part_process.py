@@ -34,7 +34,7 @@ def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
     """Answer until the input ends.
 
     Args:
-        requests: messages `load`, with rows, and `write`.
+        requests: messages `load`, with rows, `write` and `drop`.
         replies: one answer each.
     """
     work: PartWork | None = None
@@ -48,6 +48,8 @@ def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
                 work = None  # the last part's memory goes first
                 work = PartWork(unpack_rows(body))
                 answer: dict[str, Any] = {"bad": [asdict(bad) for bad in work.bad_rows()]}
+            elif head["do"] == "drop":
+                work, answer = None, {}
             else:
                 assert work is not None
                 path, order = Path(head["path"]), head["order"]
