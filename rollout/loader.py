@@ -53,10 +53,10 @@ class RolloutLoader(IterableDataset[RolloutBatch]):
     changes nothing. An iteration that is given up half-way starts its epoch again.
 
     It decodes ahead in threads of its own, and needs no worker processes. Inside
-    `torch.utils.data.DataLoader` use `batch_size=None`, start workers by spawn, and keep them
-    (`persistent_workers=True`) or call `set_epoch` before every further epoch; make `splits` a
-    multiple of ranks times workers, so that workers do not read each other's row groups. The state
-    is then `state_dict(batch)` with the batch that was trained on last.
+    `torch.utils.data.DataLoader` use `batch_size=None`, start workers by spawn or forkserver, and
+    keep them (`persistent_workers=True`) or call `set_epoch` before every further epoch; make
+    `splits` a multiple of ranks times workers, so that workers do not read each other's row groups.
+    The state is then `state_dict(batch)` with the batch that was trained on last.
 
     Args:
         path: the dataset, a local path or an fsspec URL; or several, to be mixed.

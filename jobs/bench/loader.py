@@ -6,10 +6,11 @@
     python jobs/bench/loader.py wide
 
 `speed` writes kept supports as a model with a bf16 head makes them, and reads them in a process of
-its own for each arm, pinned to one core. Printed: support entries and tokens for each second of
-processor time (other work on the machine counts against wall time only), and the peak of resident
-memory above the process's start. The loader's numbers include packing into the trainer's tensors;
-the peers' are for handing out numpy rows of the same columns, and pyarrow's for the decoded table.
+its own for each arm, pinned to one core; the arms take turns. Printed: support entries and tokens
+for each second of processor time of all threads (the median of the repeats, and the extremes of the
+ratio to pyarrow's in the same repeat), wall time, and the peak of resident memory above the
+process's start. The loader, mosaicml-streaming and datasets make the same packed torch tensors, the
+loader alone shuffled and with advantages; pyarrow's numbers are for the decoded table.
 mosaicml-streaming and datasets are no dependencies of this project: install them elsewhere.
 
 `wide` reads a dataset of more than 2^31 entries: one shard, linked under many names.
@@ -19,11 +20,12 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +34,7 @@ import numpy as np
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 VOCAB = 151_936
+TOKEN_BUDGET = 16_384
 COLUMNS = (
     "prompt_token_ids", "token_ids", "sampled_logprobs", "support_offsets", "support_entries",
 )  # fmt: skip
@@ -67,7 +70,7 @@ def read_loader(
     from rollout.loader import RolloutLoader
 
     loader = RolloutLoader(
-        source, vocab_size=VOCAB, groups_per_step=8, token_budget=16_384, decode_threads=1,
+        source, vocab_size=VOCAB, groups_per_step=8, token_budget=TOKEN_BUDGET, decode_threads=1,
         storage_options=options, verify=verify,
     )  # fmt: skip
     for _ in range(epochs - 1):
@@ -79,25 +82,52 @@ def read_loader(
 
 
 def read_mosaic(source: str, options: dict[str, Any], cached: bool) -> Counts:
-    """Iterate rows of an MDS copy: streamed from its remote, or all of it local and unpacked."""
+    """Pack rows of an MDS copy: streamed from its remote, or all of it local and unpacked."""
     from streaming import StreamingDataset
 
     with tempfile.TemporaryDirectory() as folder:
         where = {"local": source} if cached else {"local": folder, "remote": source}
-        for row in StreamingDataset(**where, shuffle=False, batch_size=1):
-            yield row["support_entries"].size, row["token_ids"].size
+        yield from packed(StreamingDataset(**where, shuffle=False, batch_size=1))
 
 
 def read_datasets(source: str, options: dict[str, Any]) -> Counts:
-    """Iterate rows of the same Parquet files as numpy arrays."""
+    """Pack rows of the same Parquet files."""
     import datasets
 
     rows = datasets.load_dataset(
         "parquet", data_files=f"{source}/data/*.parquet", split="train", streaming=True,
         storage_options=options or None, columns=list(COLUMNS),
     )  # fmt: skip
-    for row in rows.with_format("numpy"):
-        yield row["support_entries"].size, row["token_ids"].size
+    yield from packed(rows.with_format("numpy"))
+
+
+def packed(rows: Iterable[dict[str, Any]]) -> Counts:
+    """Pack a peer's rows as a trainer would, in batches of as many tokens as the loader's."""
+    batch: list[dict[str, Any]] = []
+    for row in rows:
+        tokens = sum(r["prompt_token_ids"].size + r["token_ids"].size for r in [*batch, row])
+        if batch and tokens > TOKEN_BUDGET:
+            yield pack(batch)
+            batch = []
+        batch.append(row)
+    yield pack(batch)
+
+
+def pack(rows: list[dict[str, Any]]) -> tuple[int, int]:
+    """Make the tensors of a batch, and count support entries and tokens."""
+    import torch
+
+    entries = np.concatenate([row["support_entries"] for row in rows])
+    offsets = np.concatenate([np.diff(row["support_offsets"]) for row in rows]).cumsum()
+    tokens = [part for row in rows for part in (row["prompt_token_ids"], row["token_ids"])]
+    made = (
+        torch.from_numpy(np.concatenate(tokens, dtype=np.int64)),
+        torch.from_numpy(np.concatenate([row["sampled_logprobs"] for row in rows])),
+        torch.from_numpy(offsets),
+        torch.from_numpy(entries.astype(np.int32)),
+        torch.from_numpy(entries.view(np.float32)[1::2].copy()),
+    )
+    return made[3].shape[0], made[1].shape[0]
 
 
 ARMS: dict[str, Callable[[str, dict[str, Any]], Counts]] = {
@@ -168,8 +198,9 @@ def write_mds(path: str) -> None:
     for suffix, compression in (("-mds", None), ("-mds-zstd", "zstd:1")):
         with MDSWriter(out=path + suffix, columns=columns, compression=compression) as writer:
             for file in sorted(Path(path, "data").iterdir()):
-                for row in pq.read_table(file, columns=list(COLUMNS)).to_pylist():
-                    writer.write({k: np.array(row[k], kinds[k]) for k in COLUMNS})
+                shard = pq.ParquetFile(file)
+                for piece in shard.iter_batches(batch_size=1, columns=list(COLUMNS)):
+                    writer.write({k: piece[k][0].values.to_numpy() for k in COLUMNS})
 
 
 @click.group()
@@ -206,12 +237,12 @@ def mds(path: str) -> None:
 
 @main.command()
 @click.option("--rollouts", default=192, show_default=True)
-@click.option("--copies", default=4, show_default=True, help="Times that each shard is read.")
-@click.option("--repeats", default=3, show_default=True)
+@click.option("--copies", default=6, show_default=True, help="Times that each shard is read.")
+@click.option("--repeats", default=5, show_default=True)
 @click.option("--peer-python", default=None, help="Interpreter with mosaicml-streaming, datasets.")
 @click.option("--s3", is_flag=True, help="Read through an S3 server on loopback.")
 def speed(rollouts: int, copies: int, repeats: int, peer_python: str | None, s3: bool) -> None:
-    """Compare the arms; best of the repeats."""
+    """Compare the arms."""
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/run"
         write_dataset(path, rollouts, 3, copies)
@@ -239,29 +270,30 @@ def speed(rollouts: int, copies: int, repeats: int, peer_python: str | None, s3:
 
 
 def _compare(source: str, options: dict[str, Any], repeats: int, peer_python: str | None) -> None:
-    base = 0.0
+    commands = {}
     for name in ARMS:
         peer = name.startswith(("mosaic", "HF"))
         if (peer and not peer_python) or (options and "local" in name):
             continue
         python = peer_python if peer and peer_python else sys.executable
-        command = [python, __file__, "arm", name, source, json.dumps(options)]
-        results = []
-        for _ in range(repeats):
+        commands[name] = [python, __file__, "arm", name, source, json.dumps(options)]
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
+    for _ in range(repeats):
+        for name, command in commands.items():
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
-                print(f"{name:<36} failed: {done.stderr.strip().splitlines()[-1]}", flush=True)
-                break
-            results.append(json.loads(done.stdout.splitlines()[-1]))
-        if not results:
-            continue
-        best = min(results, key=lambda result: result["cpu"] / result["entries"])
-        rate = best["entries"] / best["cpu"]
-        base = base or rate
+                sys.exit(f"{name}: {done.stderr.strip()}")
+            results[name].append(json.loads(done.stdout.splitlines()[-1]))
+    rates = {name: [r["entries"] / r["cpu"] for r in found] for name, found in results.items()}
+    for name, found in results.items():
+        ratios = [own / base for own, base in zip(rates[name], rates["pyarrow"], strict=True)]
+        tokens = statistics.median(r["tokens"] / r["cpu"] for r in found)
         print(
-            f"{name:<36} {rate / 1e6:7.1f} M entries/s {best['tokens'] / best['cpu'] / 1e3:8.0f} k "
-            f"tokens/s of a core  {rate / base:5.2f} of pyarrow  wall {best['wall']:6.2f} s  "
-            f"peak +{best['mib']:.0f} MiB",
+            f"{name:<36} {statistics.median(rates[name]) / 1e6:6.1f} M entries/s "
+            f"{tokens / 1e3:5.0f} k tokens/s of a core  "
+            f"{statistics.median(ratios):5.2f} of pyarrow ({min(ratios):.2f} to {max(ratios):.2f}) "
+            f" wall {statistics.median(r['wall'] for r in found):6.2f} s"
+            f"  peak +{max(r['mib'] for r in found):.0f} MiB",
             flush=True,
         )
 
