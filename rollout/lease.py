@@ -202,13 +202,17 @@ def process_name(pid: int | None = None) -> str:
         pid: its id; default: this process.
 
     Returns:
-        Boot, process namespace, id and start time; empty where the system does not tell.
+        Boot, process namespace, id and start time; empty where the system does not tell, and for a
+        process that has ended and is not waited for yet.
     """
     pid = os.getpid() if pid is None else pid
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         # the name of a program may hold anything, so count from behind its bracket
-        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        started = state[19]
+        if state[0] in "ZX":
+            return ""
         return f"{boot} {os.readlink('/proc/self/ns/pid')} {pid} {started}"
     except (OSError, IndexError):
         return ""

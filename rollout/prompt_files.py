@@ -6,6 +6,8 @@ raises. Byte order marks, CRLF, blank lines and a missing final newline make no 
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ from rollout.storage_errors import explain
 
 _FORMATS = (".jsonl", ".jsonl.gz", ".parquet")
 _READ_BYTES = 2**20
+_LINE_BYTES = 64 * 2**20  # no prompt is longer
 _BOM = b"\xef\xbb\xbf"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 # columns of ours: a null field inside of them is one that the row does not have
@@ -39,7 +42,7 @@ class RawRow:
     problem: str | None
     """Why it can't."""
     raw: bytes
-    """The line; empty for Parquet."""
+    """The line, or what stands for one that is too long; empty for Parquet."""
 
 
 def read_rows(config: PromptsConfig) -> Iterator[RawRow]:
@@ -72,13 +75,40 @@ def read_rows(config: PromptsConfig) -> Iterator[RawRow]:
 def _json_rows(config: PromptsConfig) -> Iterator[RawRow]:
     compression = "gzip" if config.path.endswith(".gz") else None
     with fsspec.open(config.path, "rb", compression=compression, **config.storage_options) as file:
-        for line, raw in enumerate(file, start=1):
+        for line, raw in enumerate(_lines(file), start=1):
+            if isinstance(raw, _LongLine):
+                problem = f"the line has {raw.size} bytes, expected at most {_LINE_BYTES}"
+                yield RawRow(line=line, data=None, problem=problem, raw=raw.digest)
+                continue
             if line == 1 and raw.startswith(_UTF16):
                 raise InputError(f"prompts {config.name}: the file is UTF-16, save it as UTF-8")
             # each of several concatenated files may bring its own byte order mark
             text = raw.removeprefix(_BOM).strip()
             if text:
                 yield _json_row(line, text)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _LongLine:
+    """A line that is not kept."""
+
+    size: int
+    digest: bytes
+
+
+def _lines(file: Any) -> Iterator[bytes | _LongLine]:
+    """Cut a file into lines, and hold no more of one than a prompt may have."""
+    with io.BufferedReader(file, _READ_BYTES) as reader:
+        while raw := reader.readline(_LINE_BYTES):
+            if len(raw) < _LINE_BYTES or raw.endswith(b"\n"):
+                yield raw
+                continue
+            size, digest = 0, hashlib.sha256()
+            while raw:
+                size += len(raw)
+                digest.update(raw)
+                raw = b"" if raw.endswith(b"\n") else reader.readline(_READ_BYTES)
+            yield _LongLine(size=size, digest=digest.digest())
 
 
 def _json_row(line: int, text: bytes) -> RawRow:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 from dataset_tools import STORAGES, new_storage
 from fake_store import FakeStore
 
-from rollout.lease import Leases
+from rollout.lease import Leases, has_died, process_name
 from rollout.storage import Storage
 
 
@@ -92,3 +94,16 @@ def test_owners_differ_by_default(storage: Storage) -> None:
 def test_unit_names_are_checked(storage: Storage, clock: Clock) -> None:
     with pytest.raises(ValueError, match="letters, digits or underscores"):
         leases(storage, clock, "a").acquire("../data/x")
+
+
+def test_a_process_that_nobody_waited_for_has_died() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        name = process_name(child.pid)
+        assert name
+        assert not has_died(name)
+        child.kill()
+        # gone, but its entry stays until the parent asks how it ended
+        while process_name(child.pid):
+            pass
+        assert Path(f"/proc/{child.pid}/stat").exists()
+        assert has_died(name)

@@ -4,6 +4,7 @@ import datetime
 import decimal
 import gzip
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def _columns() -> list[dict[str, Any]]:
     return [{name: row.get(name) for name in names} for row in ROWS]
 
 
-def test_all_spellings_of_a_file_give_the_same_prompts(tmp_path: Path) -> None:
+def test_u10_all_spellings_of_a_file_give_the_same_prompts(tmp_path: Path) -> None:
     paths = variants(tmp_path)
     expected = [content_of(prompt) for prompt in read(paths["clean.jsonl"])]
     assert [row[1] for row in expected] == ["a", "b", "c"]
@@ -167,7 +168,7 @@ def test_equal_rows_have_keys_of_their_own(tmp_path: Path) -> None:
     assert first[2] == again[0]
 
 
-def test_ids_are_carried_along(tmp_path: Path) -> None:
+def test_u11_ids_are_carried_along(tmp_path: Path) -> None:
     ids: list[Any] = ["a", 1, "01", 2**70, -3, "x/y\nz", "k" * 10_000, "", None]
     rows = read_rows(tmp_path, *({"id": value, "prompt": "p"} for value in ids), {"prompt": "p"})
     names = [row.prompt_id for row in rows]
@@ -178,7 +179,9 @@ def test_ids_are_carried_along(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pair", [("a", "a"), (1, "1")])
-def test_repeated_ids_are_refused_with_both_lines(tmp_path: Path, pair: tuple[Any, Any]) -> None:
+def test_u11_repeated_ids_are_refused_with_both_lines(
+    tmp_path: Path, pair: tuple[Any, Any]
+) -> None:
     rows = [{"id": pair[0], "prompt": "x"}, {"prompt": "between"}, {"id": pair[1], "prompt": "y"}]
     with pytest.raises(InputError, match=rf"id '{pair[0]}' stands on line 1 and line 3"):
         read_rows(tmp_path, *rows)
@@ -294,6 +297,28 @@ def test_a_long_line(tmp_path: Path) -> None:
     text = "word " * 2_000_000
     (row,) = read_rows(tmp_path, {"prompt": text})
     assert row.prompt == text
+
+
+def test_a_line_of_200_mb_is_set_aside_without_being_held(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    with path.open("wb") as file:
+        file.write(b'{"prompt": "a"}\n{"prompt": "')
+        for _ in range(200):
+            file.write(b"x" * 2**20)
+        file.write(b'"}\n{"prompt": "b"}')
+    tracemalloc.start()
+    try:
+        first, long, last = read_prompts(PromptsConfig(path=str(path)), SAMPLING)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert isinstance(first, Prompt)
+    assert isinstance(last, Prompt)
+    assert (first.prompt, last.prompt, last.line) == ("a", "b", 3)
+    assert isinstance(long, Rejection)
+    assert (long.line, long.reason) == (2, "unreadable_row")
+    assert long.detail == "the line has 209715215 bytes, expected at most 67108864"
+    assert peak < 160 * 2**20
 
 
 def test_messages_with_tools(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def rejected(result: list[int] | Rejection) -> Rejection:
     return result
 
 
-def test_one_begin_token_however_a_prompt_is_written(
+def test_u13_one_begin_token_however_a_prompt_is_written(
     files: ModelFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     render = renderer(files).render
@@ -70,7 +70,7 @@ def test_one_begin_token_however_a_prompt_is_written(
     assert not caplog.records
 
 
-def test_a_prompt_that_ends_up_with_two_is_reported_once(
+def test_u13_a_prompt_that_ends_up_with_two_is_reported_once(
     files: ModelFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = renderer(files)

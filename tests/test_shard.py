@@ -256,7 +256,7 @@ def test_a_row_larger_than_a_row_group_gets_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["support_entries", "draw_entries", "token_ids"])
-def test_row_groups_stay_below_the_element_limit(tmp_path: Path, name: str) -> None:
+def test_u18_row_groups_stay_below_the_element_limit(tmp_path: Path, name: str) -> None:
     shapes: dict[str, dict[str, Any]] = {
         "support_entries": {"lengths": [30, 10]},
         "draw_entries": {"lengths": [1, 1], "draws": 20},
@@ -275,7 +275,7 @@ def test_row_groups_stay_below_the_element_limit(tmp_path: Path, name: str) -> N
     assert pl.read_parquet(path)[name].list.len().sum() == 400
 
 
-def test_a_row_over_the_element_limit_alone_is_refused(tmp_path: Path) -> None:
+def test_u18_a_row_over_the_element_limit_alone_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"rollout p0\.0: 131 values in support_entries, expected"):
         write_shard(tmp_path / "x", [make_row(lengths=[131])], "f", max_elements=130)
 

@@ -82,7 +82,7 @@ def endpoint() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("kind", ["local", "s3"])
-def test_two_processes_share_a_job(kind: str, endpoint: str, tmp_path: Path) -> None:
+def test_u17_two_processes_share_a_job(kind: str, endpoint: str, tmp_path: Path) -> None:
     prompts, log = write_ids(tmp_path / "p.jsonl", 96), tmp_path / "log"
     client = {"endpoint_url": endpoint, "region_name": "us-east-1"}
     options = {"key": "testing", "secret": "s3cr3t-value", "client_kwargs": client}
@@ -107,7 +107,7 @@ def test_two_processes_share_a_job(kind: str, endpoint: str, tmp_path: Path) -> 
     assert view.storage.list("_lease") == []
 
 
-def test_one_with_nothing_to_do_ends_well(tmp_path: Path) -> None:
+def test_u24_one_with_nothing_to_do_ends_well(tmp_path: Path) -> None:
     prompts, log = write_ids(tmp_path / "p.jsonl", 8), tmp_path / "log"
     with contextlib.ExitStack() as stack:
         jobs = [stack.enter_context(process(prompts, str(tmp_path / "out"), log)) for _ in range(3)]
@@ -116,7 +116,7 @@ def test_one_with_nothing_to_do_ends_well(tmp_path: Path) -> None:
     assert sum(returned(log).values()) == 8
 
 
-def test_the_units_of_a_killed_process_are_taken_over(tmp_path: Path) -> None:
+def test_u17_the_units_of_a_killed_process_are_taken_over(tmp_path: Path) -> None:
     prompts, log = write_ids(tmp_path / "p.jsonl", 160), tmp_path / "log"
     output = tmp_path / "out"
     with (
@@ -134,7 +134,7 @@ def test_the_units_of_a_killed_process_are_taken_over(tmp_path: Path) -> None:
     assert sum(returned(log).values()) + sum(returned(tmp_path / "other").values()) <= 176
 
 
-def test_another_run_is_refused_while_one_works(tmp_path: Path) -> None:
+def test_u17_another_run_is_refused_while_one_works(tmp_path: Path) -> None:
     prompts, log = write_ids(tmp_path / "p.jsonl", 160), tmp_path / "log"
     output = str(tmp_path / "out")
     with process(prompts, output, log) as a:

@@ -111,7 +111,7 @@ def check_no_secret(text: str) -> None:
     ],
     ids=["read-only", "wrong region", "expired from the start", "no such bucket"],
 )
-def test_an_output_that_takes_nothing_is_told_before_the_engine(
+def test_u20_an_output_that_takes_nothing_is_told_before_the_engine(
     rule: Any, cause: str, proxy: FaultProxy, engine: type[FakeEngine], tmp_path: Path
 ) -> None:
     proxy.rule = rule
@@ -124,7 +124,7 @@ def test_an_output_that_takes_nothing_is_told_before_the_engine(
     check_no_secret(str(found.value))
 
 
-def test_no_credentials_are_told_before_the_engine(
+def test_u20_no_credentials_are_told_before_the_engine(
     proxy: FaultProxy,
     engine: type[FakeEngine],
     tmp_path: Path,
@@ -137,7 +137,7 @@ def test_no_credentials_are_told_before_the_engine(
     assert engine.started == 0
 
 
-def test_credentials_that_expire_are_picked_up_when_renewed(
+def test_u20_credentials_that_expire_are_picked_up_when_renewed(
     proxy: FaultProxy,
     server: str,
     engine: type[FakeEngine],
