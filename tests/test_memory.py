@@ -59,7 +59,9 @@ def test_u23_the_process_does_not_grow_and_starts_at_once() -> None:
     growth = (found[1]["peak_mib"] - found[0]["peak_mib"]) * 2**20
     # the allocator keeps some megabytes of what it once needed, however long the job
     assert growth <= BYTES_A_PROMPT * 15_000 + 20 * 2**20
-    assert found[1]["first_step_seconds"] <= 2 * found[0]["first_step_seconds"] + 1
+    # of the processor, which no other test can slow down
+    first = [one["first_step_cpu_seconds"] for one in found]
+    assert first[1] <= 1.5 * first[0] + 0.2
 
 
 def test_u23_a_resumed_job_keeps_no_record(tmp_path: Path) -> None:
