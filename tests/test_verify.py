@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from click.testing import CliRunner
 from dataset_tools import STORAGES, new_storage, open_writer, rows_of
@@ -429,6 +430,29 @@ def test_what_is_not_there_yet_is_no_damage(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["verify", str(tmp_path / "run")])
     assert result.exit_code == 6
     assert "1 files that no record names" in result.output
+
+
+def test_one_row_group_is_in_memory_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run"
+    wide = [[make_row(f"p{i}", lengths=[4000] * 16) for i in range(24)]]
+    write(str(path), wide, row_group_bytes=2**20)
+    (record,) = records(path)
+    largest = 16 * 4000 * 8 * max(group.rows for group in record.row_groups)
+    assert len(record.row_groups) >= 12
+    held: list[int] = []
+    before, stock = pa.total_allocated_bytes(), verify_shard.table_rows
+
+    def spy(*args: Any) -> Any:
+        held.append(pa.total_allocated_bytes() - before)
+        return stock(*args)
+
+    monkeypatch.setattr(verify_shard, "table_rows", spy)
+    assert verify(path).rollouts == 24
+    assert len(held) == len(record.row_groups)
+    # one, the rows of the last one, and the bytes that are decoded
+    assert max(held) < 3 * largest < sum(row.num_bytes for row in wide[0]) / 3
 
 
 def test_the_command_prints_json(dataset: Path) -> None:
