@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
@@ -12,7 +13,9 @@ from rollout.schema import layout
 from rollout.schema.records import CommitRecord, DatasetRecord, RecordError
 from rollout.storage import Storage
 
-_READERS: Final = 16
+# one lot is one call of the storage: a thread for each file would cost more than the file
+_LOT: Final = 16
+_LOTS_AHEAD: Final = 2
 _ABSENT: Final = "(absent)"
 
 
@@ -91,17 +94,24 @@ def read_ahead(storage: Storage, names: list[str]) -> Iterator[tuple[str, bytes 
     Yields:
         Each name with what the file holds, or why it can't be read.
     """
-    waiting: deque[tuple[str, Future[bytes]]] = deque()
-    with ThreadPoolExecutor(_READERS) as pool:
-        for name in [*names, None]:
-            if name is not None:
-                waiting.append((name, pool.submit(storage.read_bytes, name)))
-            while waiting and (name is None or len(waiting) > _READERS):
+    lots = (names[start : start + _LOT] for start in range(0, len(names), _LOT))
+    waiting: deque[tuple[list[str], Future[Sequence[bytes | BaseException]]]] = deque()
+    with ThreadPoolExecutor(_LOTS_AHEAD) as pool:
+        for lot in itertools.chain(lots, [None] * _LOTS_AHEAD):
+            if lot is not None:
+                waiting.append((lot, pool.submit(storage.read_many, lot)))
+            if waiting and (lot is None or len(waiting) > _LOTS_AHEAD):
                 first, future = waiting.popleft()
-                error = future.exception()
-                if error is not None and not isinstance(error, Exception):
-                    raise error
-                yield first, future.result() if error is None else error
+                for name, data in zip(first, future.result(), strict=True):
+                    yield name, data if isinstance(data, bytes) else _read_again(storage, name)
+
+
+def _read_again(storage: Storage, name: str) -> bytes | Exception:
+    """Read a file that did not come at once: until it does, or is known not to."""
+    try:
+        return storage.read_bytes(name)
+    except Exception as error:
+        return error
 
 
 def parse_commit(storage: Storage, name: str, data: bytes) -> CommitRecord:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Final
 
 import pyarrow.parquet as pq
 
-from rollout.commits import find_record, read_commits
+from rollout.commits import find_record, read_ahead, read_commits
 from rollout.errors import DatasetError
 from rollout.rows import PlanEntry, Rejection
 from rollout.schema import layout
@@ -18,8 +16,6 @@ from rollout.schema.records import CommitRecord, DatasetRecord
 from rollout.shard import open_shard, verify_shard
 from rollout.sidecars import read_plan, read_rejected
 from rollout.storage import Storage
-
-_READERS: Final = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +71,13 @@ class DatasetView:
         return tuple(entries.values())
 
     def _read_all(self, names: list[str]) -> list[bytes]:
-        """Read small files side by side."""
-        with ThreadPoolExecutor(_READERS) as pool:
-            return list(pool.map(self.storage.read_bytes, names))
+        """Read small files side by side, each of which has to be there."""
+        found = []
+        for _, data in read_ahead(self.storage, names):
+            if isinstance(data, Exception):
+                raise data
+            found.append(data)
+        return found
 
     def open_shard(self, record: CommitRecord) -> pq.ParquetFile:
         """Open a part's shard with page checksums verified; close it after use.
