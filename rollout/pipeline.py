@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from rollout.config import JobConfig, OutputConfig
 from rollout.dataset import DatasetWriter, dataset_exists
 from rollout.engine_start import KeptEngine, LazyEngine
@@ -66,6 +68,13 @@ def _open(output: OutputConfig) -> Storage:
     return Storage.open(output.path, output.storage_options, retry_seconds=output.retry_seconds)
 
 
+def _what_is_there(config: JobConfig, writer: DatasetWriter) -> str:
+    """Say how far earlier runs of the job came."""
+    done, prompts = writer.ledger.num_covered, writer.ledger.num_planned
+    asked = max(prompts * config.sampling.n, done)
+    return f"going on: {done} of {asked} rollouts of the {prompts} prompts planned so far are there"
+
+
 def _run(
     job: ResolvedJob,
     storage: Storage,
@@ -78,6 +87,8 @@ def _run(
     output = job.config.output
     with signals.interruptible():
         writer = DatasetWriter.open(storage, job.record)
+    if show_progress and writer.ledger.num_covered:
+        print(_what_is_there(job.config, writer), file=sys.stderr)
     pending = None
     if storage.outlives_process:
         pending = PendingParts.of(

@@ -163,6 +163,7 @@ class Run:
             prompts_read=stats.prompts + stats.rejected,
             prompts_rejected=stats.rejected + rejected,
             prompts_truncated=self._job.renderer.truncated,
+            prompts_orphaned=stats.orphaned,
             rollouts_asked=stats.asked - self._rejected_rollouts,
             rollouts_skipped=stats.already_committed,
             rollouts_elsewhere=stats.elsewhere,

@@ -18,6 +18,8 @@ class Summary:
     prompts_rejected: int = 0
     prompts_truncated: int = 0
     """Cut from the left to leave room, as the job asked."""
+    prompts_orphaned: int = 0
+    """Planned by an earlier run and gone from the file, perhaps edited; their rollouts stay."""
     rollouts_asked: int = 0
     """Rollouts of the prompts that were not rejected."""
     rollouts_skipped: int = 0
@@ -117,6 +119,9 @@ class Summary:
             ("tokens", f"{self.tokens} in {self.seconds:.1f} s, {rate:.0f} tokens/s"),
             ("support", f"{self.entries} entries, mean {mean:.1f} a token"),
         ]
+        if self.prompts_orphaned:
+            left = f"{self.prompts_orphaned} prompts of earlier runs are not in the file any more"
+            lines.append(("orphaned", f"{left}; their rollouts stay"))
         if self.largest_step:
             room = f"{self.largest_step} entries of a capacity of {self.support_capacity}"
             lines.append(("largest step", f"{room}; {self.suggested_capacity} would do"))

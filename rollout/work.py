@@ -62,6 +62,8 @@ class WorkStats:
     elsewhere: int = 0
     """Committed by other processes since this one started."""
     failed_elsewhere: int = 0
+    orphaned: int = 0
+    """Prompts that were planned before and are not in the file, known once all of it is read."""
     rejected_elsewhere: int = 0
     """Prompts that other processes set aside meanwhile."""
 
@@ -164,6 +166,8 @@ def _pass(
             planned = [(row, unit) for row, unit in planned if (number, unit) in only]
         lot_work = _Lot(planned, writer, stats, first_time=only is None)
         held |= {(number, unit) for unit in (yield from lot_work.work(claims))}
+    if only is None:
+        stats.orphaned = ledger.num_planned - stats.prompts
     return held
 
 

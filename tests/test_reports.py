@@ -25,7 +25,7 @@ from fake_engine import FakeEngine, fake_engine, fake_job, write_ids
 from rollout.cli import main
 from rollout.dataset import DatasetView, read_dataset
 from rollout.engine import RequestError
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, EngineError
 from rollout.jobfile import load_job
 from rollout.loader import RolloutLoader
 from rollout.pipeline import generate
@@ -172,6 +172,35 @@ job = fake_job(
 with fake_engine(DiesInAGroup):
     generate(job, show_progress=False)
 """
+
+
+def test_u15_a_resumed_job_says_what_is_there_and_what_it_left_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output = write_ids(tmp_path / "p.jsonl", 20), tmp_path / "out"
+    with fake_engine() as engine:
+        engine.dies_at = (4,)
+        job = fake_job(
+            source,
+            output,
+            failures={"engine_restarts": 0},
+            output={"unit_prompts": 2},
+            sampling={"n": 2},
+        )
+        with pytest.raises(EngineError):
+            generate(job, show_progress=True)
+    assert "going on" not in capsys.readouterr().err
+    done = len(view_of(output).covered)
+    assert 0 < done < 40
+    # a prompt is edited: the new one is sampled, the rollouts of the old one stay
+    source.write_text(source.read_text().replace("[7, 0, 0]", "[7, 7, 7]"))
+    with fake_engine():
+        summary = generate(fake_job(source, output, sampling={"n": 2}), show_progress=True)
+    said = capsys.readouterr().err
+    assert f"going on: {done} of 40 rollouts of the 20 prompts planned so far are there" in said
+    assert (summary.rollouts_asked, summary.prompts_orphaned) == (40, 1)
+    assert "1 prompts of earlier runs are not in the file any more" in summary.table()
+    assert summary.rollouts_skipped + summary.rollouts_committed == 40
 
 
 def test_u16_a_killed_group_becomes_whole(tmp_path: Path) -> None:

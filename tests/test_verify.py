@@ -28,6 +28,7 @@ from rollout.rows import RolloutRow
 from rollout.schema.records import CommitRecord
 from rollout.shard import write_shard
 from rollout.storage import Storage
+from rollout.table_rows import table_rows
 from rollout.verify import VerifyReport, verify_dataset
 
 
@@ -442,13 +443,13 @@ def test_one_row_group_is_in_memory_at_a_time(
     largest = 16 * 4000 * 8 * max(group.rows for group in record.row_groups)
     assert len(record.row_groups) >= 12
     held: list[int] = []
-    before, stock = pa.total_allocated_bytes(), verify_shard.table_rows
+    before = pa.total_allocated_bytes()
 
     def spy(*args: Any) -> Any:
         held.append(pa.total_allocated_bytes() - before)
-        return stock(*args)
+        return table_rows(*args)
 
-    monkeypatch.setattr(verify_shard, "table_rows", spy)
+    monkeypatch.setattr("rollout.verify_shard.table_rows", spy)
     assert verify(path).rollouts == 24
     assert len(held) == len(record.row_groups)
     # one, the rows of the last one, and the bytes that are decoded

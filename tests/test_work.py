@@ -164,11 +164,12 @@ def test_moved_prompts_keep_their_units(project: Project) -> None:
 
 def test_removed_prompts_are_not_asked_for(project: Project) -> None:
     project.write(*"abcd")
-    project.work()
+    assert project.work()[1].orphaned == 0
     project.write(*"bd")
     items, stats = project.work()
     assert described(items) == ["u1: b[01] d[01]"]
     assert stats.asked == 4
+    assert stats.orphaned == 2
 
 
 @pytest.mark.parametrize("lot", [1, 2, 3, 4, 100])
