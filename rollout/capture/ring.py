@@ -168,7 +168,7 @@ class RingRecorder:
         self.stop()
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._ring.closing = self._ring.taking = False
+        self._ring.closing = self._ring.taking = 0
         self._ring.error = self._failed = None
         layout = json.dumps(self._ring.layout.record())
         command = [sys.executable, "-m", "rollout.capture.ring_process"]
@@ -188,7 +188,7 @@ class RingRecorder:
         if self._lost is not None:
             self._lost.close()
             self._lost = None
-        self._ring.closing = True
+        self._ring.closing = 1
         if self._process.wait() and self._failed is None:
             self._failed = f"the process that takes steps ended with code {self._process.wait()}"
         assert self._process.stdin is not None

@@ -57,7 +57,7 @@ def take_steps(ring: SharedRing, folder: Path, parent: int) -> None:
     lost = SpoolReader(folder / LOST_FOLDER)
     number = ring.consumed
     looked = 0.0
-    ring.taking = True
+    ring.taking = 1
     while True:
         slot = number % ring.layout.slots
         if ring.ready[slot] == number + 1:

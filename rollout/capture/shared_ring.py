@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 _PAGE: Final = 4096
-_QUEUED, _CONSUMED, _CLOSING, _TAKING = range(4)  # control words
 _READY_AT: Final = 128  # bytes
 _ERROR_AT: Final = 2048
 _ERROR_BYTES: Final = _PAGE - _ERROR_AT
@@ -74,8 +73,30 @@ class RingStep:
     """[capacity]."""
 
 
+class _Word:
+    """A control word as an attribute."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def __get__(self, ring: SharedRing, owner: type) -> int:
+        return int(ring.words[self._index])
+
+    def __set__(self, ring: SharedRing, value: int) -> None:
+        ring.words[self._index] = value
+
+
 class SharedRing:
     """One side's view of the ring."""
+
+    queued = _Word(0)
+    """Steps handed over so far."""
+    consumed = _Word(1)
+    """Steps taken so far."""
+    closing = _Word(2)
+    """1 once nothing is handed over any more."""
+    taking = _Word(3)
+    """1 while a process takes steps."""
 
     def __init__(self, file: int, layout: RingLayout) -> None:
         """Map the ring.
@@ -95,7 +116,8 @@ class SharedRing:
             mmap.mmap(file, layout.num_bytes), np.uint8
         )
         """All of it."""
-        self._words = self.memory[:_READY_AT].view(np.int64)
+        self.words: npt.NDArray[np.int64] = self.memory[:_READY_AT].view(np.int64)
+        """Control words: what is not an attribute here is 0."""
         self.ready: npt.NDArray[np.int64] = self.memory[
             _READY_AT : _READY_AT + 8 * layout.slots
         ].view(np.int64)
@@ -111,42 +133,6 @@ class SharedRing:
         file = os.memfd_create("rollout-ring")
         os.posix_fallocate(file, 0, layout.num_bytes)
         return cls(file, layout)
-
-    @property
-    def queued(self) -> int:
-        """Steps handed over so far."""
-        return int(self._words[_QUEUED])
-
-    @queued.setter
-    def queued(self, value: int) -> None:
-        self._words[_QUEUED] = value
-
-    @property
-    def consumed(self) -> int:
-        """Steps taken so far."""
-        return int(self._words[_CONSUMED])
-
-    @consumed.setter
-    def consumed(self, value: int) -> None:
-        self._words[_CONSUMED] = value
-
-    @property
-    def closing(self) -> bool:
-        """Whether nothing is handed over any more."""
-        return bool(self._words[_CLOSING])
-
-    @closing.setter
-    def closing(self, value: bool) -> None:
-        self._words[_CLOSING] = value
-
-    @property
-    def taking(self) -> bool:
-        """Whether a process takes steps."""
-        return bool(self._words[_TAKING])
-
-    @taking.setter
-    def taking(self, value: bool) -> None:
-        self._words[_TAKING] = value
 
     @property
     def error(self) -> str | None:
