@@ -30,17 +30,19 @@ class DatasetView:
     @cached_property
     def covered(self) -> frozenset[tuple[str, int]]:
         """Every committed (prompt_key, sample_index)."""
-        return frozenset(key for record in self.commits for key in record.keys)
+        return frozenset().union(*(record.keys for record in self.commits))
 
     @cached_property
     def rejected(self) -> tuple[Rejection, ...]:
         """What is set aside and was not sampled later, each once: the last word on it."""
         last: dict[tuple[str, int | None], Rejection] = {}
-        sampled = {key for key, _ in self.covered}
         names = [name for record in self.commits if (name := record.rejected_file) is not None]
         for name, data in zip(names, self._read_all(names), strict=True):
             for item in read_rejected(data, name):
                 last[item.key] = item
+        if not last:
+            return ()
+        sampled = {key for key, _ in self.covered}
         return tuple(
             item
             for item in last.values()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ def _completeness(view: DatasetView, rollouts: pl.DataFrame | None) -> dict[str,
         for item in view.rejected
         if item.sample_index is not None and item.prompt_key not in whole
     )
-    committed = Counter(key for key, _ in view.covered)
+    committed = Counter(map(itemgetter(0), view.covered))
     sizes: dict[str, int] = {}
     if rollouts is not None:
         largest = rollouts.group_by("prompt_key").agg(pl.col("group_size").max())
