@@ -75,7 +75,9 @@ class DatasetView:
     def _read_all(self, names: list[str]) -> list[bytes]:
         """Read small files side by side, each of which has to be there."""
         found = []
-        for _, data in read_ahead(self.storage, names):
+        for name, data in read_ahead(self.storage, names):
+            if isinstance(data, FileNotFoundError):
+                raise DatasetError(f"dataset {self.storage.url}: {name} is missing") from data
             if isinstance(data, Exception):
                 raise data
             found.append(data)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -62,19 +63,29 @@ def write_report(
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ConfigError("rollout report needs matplotlib: pip install rollout[report]") from error
-    view = read_dataset(Storage.open(path, dict(storage_options or {})))
-    found = inspect_view(view, path, full=full)
-    page = build_page(view, found, collect(view, full=full)).encode()
     target = Path(output)
     unfinished = target.with_name(f".{target.name}.unfinished")
+    with _writing(target):
+        # before minutes of reading
+        unfinished.touch()
     try:
-        unfinished.write_bytes(page)
-        os.replace(unfinished, target)
-    except OSError as error:
-        raise OutputError(f"report: can't write {target}: {error.strerror or error}") from error
+        view = read_dataset(Storage.open(path, dict(storage_options or {})))
+        found = inspect_view(view, path, full=full)
+        page = build_page(view, found, collect(view, full=full)).encode()
+        with _writing(target):
+            unfinished.write_bytes(page)
+            os.replace(unfinished, target)
     finally:
         unfinished.unlink(missing_ok=True)
     return len(page)
+
+
+@contextlib.contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"report: can't write {target}: {error.strerror or error}") from error
 
 
 def build_page(view: DatasetView, found: InspectReport, data: ReportData) -> str:

@@ -35,7 +35,7 @@ class SupportReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InspectReport:
-    """A dataset in numbers; everything is exact."""
+    """A dataset in numbers; exact but for what `rollouts_read` says of a sample."""
 
     url: str
     format_version: int

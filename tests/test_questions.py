@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,40 @@ def test_another_tokenizer_gives_no_wrong_text(tmp_path: Path) -> None:
     file.unlink()
     text = say(run, "--prompt", "task 01", "--sample", "0")
     assert "--tokenizer names a folder" in " ".join(text.split())
+
+
+def test_a_lost_table_of_rejections_gets_one_sentence(tmp_path: Path) -> None:
+    run = damaged_run(tmp_path)
+    next((run.path / "_rejected").iterdir()).unlink()
+    result = CliRunner().invoke(main, ["inspect", str(run.path)])
+    assert (result.exit_code, len(result.output.splitlines())) == (7, 1)
+    assert re.search(r"_rejected/u000000-00000-\w+\.parquet is missing", result.output)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["report", "-o", "x.html"], ["export", "-o", "x"], ["join", "t.csv", "-o", "x"], ["verify"]],
+    ids=lambda args: args[0],
+)
+def test_every_command_refuses_a_newer_format_and_what_is_no_run(
+    half: PreparedRun, args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t.csv").write_text("rollout_id,reward\na,1\n")
+    newer = tmp_path / "a [b] *c? \u00fc"
+    newer.mkdir()
+    record = (half.path / "_dataset.json").read_text()
+    text = record.replace('"format_version": 1', '"format_version": 2')
+    (newer / "_dataset.json").write_text(text)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for path, said in (
+        (newer, "format version 2, expected at most 1: install a newer rollout"),
+        (tmp_path, "is not a dataset: there is no _dataset.json in it"),
+    ):
+        result = CliRunner().invoke(main, [args[0], str(path), *args[1:]])
+        assert (result.exit_code, len(result.output.splitlines())) == (7, 1), result.output
+        assert said in result.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
 def test_a_newer_format_and_no_run_get_one_sentence(tmp_path: Path) -> None:

@@ -57,6 +57,16 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> PreparedRun:
     return damaged_run(tmp_path_factory.mktemp("damaged"))
 
 
+@pytest.fixture(scope="module")
+def complete_page(complete: PreparedRun, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return page_of(complete, tmp_path_factory.mktemp("page"))
+
+
+@pytest.fixture(scope="module")
+def damaged_page(damaged: PreparedRun, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return page_of(damaged, tmp_path_factory.mktemp("page"))
+
+
 class Page(HTMLParser):
     """The text of a page, what it points at, and its tags."""
 
@@ -81,6 +91,7 @@ def page_of(run: PreparedRun, folder: Path) -> str:
     out = folder / "report [1] \u00e9.html"
     result = CliRunner().invoke(main, ["report", str(run.path), "-o", str(out)])
     assert result.exit_code == 0, result.output
+    assert [path for path in folder.iterdir() if "report" in path.name] == [out]
     return out.read_text(encoding="utf-8")
 
 
@@ -123,11 +134,8 @@ def test_the_mean_of_log_q_estimates_the_entropy() -> None:
     assert float(-np.log(q[drawn]).mean()) == pytest.approx(entropy, abs=0.01)
 
 
-def test_the_page_is_one_file_that_asks_for_nothing(
-    complete: PreparedRun, damaged: PreparedRun, tmp_path: Path
-) -> None:
-    for run in (complete, damaged):
-        text = page_of(run, tmp_path)
+def test_the_page_is_one_file_that_asks_for_nothing(complete_page: str, damaged_page: str) -> None:
+    for text in (complete_page, damaged_page):
         page = Page(text)
         assert all(link.startswith("#") for link in page.links)
         assert not {"script", "link", "img", "iframe", "object", "embed", "form"} & set(page.tags)
@@ -145,16 +153,13 @@ def test_the_page_is_one_file_that_asks_for_nothing(
         titles = re.findall(r"<figcaption>([^<]*)", text)
         assert all(any(title.startswith(name) for title in titles) for name in CHARTS)
         assert "mathdefault" not in text
-    assert [path.name for path in tmp_path.iterdir()] == ["report [1] \u00e9.html"]
 
 
-def test_the_page_answers_the_questions(
-    complete: PreparedRun, damaged: PreparedRun, tmp_path: Path
-) -> None:
-    words = " ".join(Page(page_of(complete, tmp_path)).words)
+def test_the_page_answers_the_questions(complete_page: str, damaged_page: str) -> None:
+    words = " ".join(Page(complete_page).words)
     assert "models/m, 1,920 tokens, ratio 1.00001, k3 3.1e-08" in words
     assert "complete" in words
-    words = " ".join(Page(page_of(damaged, tmp_path)).words)
+    words = " ".join(Page(damaged_page).words)
     for expected in (
         "INCOMPLETE: 1 shard unreadable with 20 rollouts; 1 prompt and 1 rollout set aside",
         "token 17: NaN or infinite logits",
@@ -220,6 +225,7 @@ def test_what_does_not_work_is_one_sentence(
     result = CliRunner().invoke(main, ["report", str(path), "-o", str(tmp_path / target)])
     assert (result.exit_code, len(result.output.splitlines())) == (code, 1)
     assert said in result.output
+    assert not list(tmp_path.iterdir())
 
 
 def test_without_matplotlib_it_says_what_to_install(
