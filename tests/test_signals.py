@@ -36,7 +36,7 @@ with fake_engine() as engine:
         sys.exit(error.exit_code)
 """
 
-_STUCK = "import rollout.dataset; rollout.dataset.write_shard = lambda *a, **k: time.sleep(60)"
+_STUCK = "import rollout.part_work; rollout.part_work.write_shard = lambda *a, **k: time.sleep(60)"
 
 
 @contextlib.contextmanager
