@@ -90,15 +90,17 @@ def read_mosaic(source: str, options: dict[str, Any], cached: bool) -> Counts:
         yield from packed(StreamingDataset(**where, shuffle=False, batch_size=1))
 
 
-def read_datasets(source: str, options: dict[str, Any]) -> Counts:
-    """Pack rows of the same Parquet files."""
+def read_datasets(source: str, options: dict[str, Any], kind: str) -> Counts:
+    """Pack rows of the same Parquet files, as they come in a format of the library."""
     import datasets
 
     rows = datasets.load_dataset(
         "parquet", data_files=f"{source}/data/*.parquet", split="train", streaming=True,
         storage_options=options or None, columns=list(COLUMNS),
     )  # fmt: skip
-    yield from packed(rows.with_format("numpy"))
+    yield from packed(
+        {name: np.asarray(row[name]) for name in COLUMNS} for row in rows.with_format(kind)
+    )
 
 
 def packed(rows: Iterable[dict[str, Any]]) -> Counts:
@@ -137,7 +139,8 @@ ARMS: dict[str, Callable[[str, dict[str, Any]], Counts]] = {
     "loader, first epoch with digests": lambda s, o: read_loader(s, o, "digests", 1),
     "mosaicml-streaming, streamed zstd": lambda s, o: read_mosaic(f"{s}-mds-zstd", o, False),
     "mosaicml-streaming, unpacked local": lambda s, o: read_mosaic(f"{s}-mds", o, True),
-    "HF datasets, streaming": read_datasets,
+    "HF datasets, streamed numpy rows": lambda s, o: read_datasets(s, o, "numpy"),
+    "HF datasets, streamed torch rows": lambda s, o: read_datasets(s, o, "torch"),
 }
 
 
@@ -241,8 +244,15 @@ def mds(path: str) -> None:
 @click.option("--repeats", default=5, show_default=True)
 @click.option("--peer-python", default=None, help="Interpreter with mosaicml-streaming, datasets.")
 @click.option("--s3", is_flag=True, help="Read through an S3 server on loopback.")
-def speed(rollouts: int, copies: int, repeats: int, peer_python: str | None, s3: bool) -> None:
+@click.option("--only", multiple=True, help="Arms beside pyarrow whose names begin so.")
+def speed(
+    rollouts: int, copies: int, repeats: int, peer_python: str | None, s3: bool,
+    only: tuple[str, ...],
+) -> None:  # fmt: skip
     """Compare the arms."""
+    for name in list(ARMS):
+        if only and not name.startswith(("pyarrow", *only)):
+            del ARMS[name]
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/run"
         write_dataset(path, rollouts, 3, copies)
@@ -307,7 +317,7 @@ def first_batch(shards: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         _many_shards(folder, shards, tokens=128)
         for _ in range(3):
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             loader = RolloutLoader(folder, vocab_size=VOCAB, groups_per_step=8, token_budget=16_384)
             made = time.perf_counter()
             batches = iter(loader)
@@ -315,7 +325,8 @@ def first_batch(shards: int) -> None:
             end = time.perf_counter()
             print(
                 f"{shards} shards, {loader.num_groups} groups: {end - start:.3f} s, "
-                f"{made - start:.3f} of it in the constructor; {batch.num_scored} tokens"
+                f"{made - start:.3f} of it in the constructor, {time.process_time() - cpu:.3f} s "
+                f"of processor time; {batch.num_scored} tokens"
             )
 
 
