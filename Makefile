@@ -30,9 +30,11 @@ lint: install
 test: lint
 	$(BIN)/pytest
 
-# the page of `rollout report` in a real browser; apt-get, where there is none yet
+# what `rollout report` and `rollout inspect` show in a real browser and a real terminal; by apt-get,
+# as root, where there are none yet
 test-browser: install
-	command -v chromium || (apt-get update -qq && apt-get install -y -qq chromium)
+	(command -v chromium && command -v tmux) || \
+	  (apt-get update -qq && apt-get install -y -qq chromium tmux)
 	$(BIN)/pytest -m browser
 
 # renews requirements/lock.txt to the newest versions that pyproject.toml and the two files beside it allow
