@@ -131,7 +131,9 @@ def test_u17_the_units_of_a_killed_process_are_taken_over(tmp_path: Path) -> Non
     view = read_dataset(Storage.open(str(output)))
     assert len(view.covered) == 160
     assert left["rollouts_committed"] + left["rollouts_skipped"] + left["rollouts_elsewhere"] == 160
-    assert sum(returned(log).values()) + sum(returned(tmp_path / "other").values()) <= 176
+    # again at most what the killed one had taken and not committed: four units of eight
+    generated = sum(returned(log).values()) + sum(returned(tmp_path / "other").values())
+    assert generated <= 160 + 4 * 8
 
 
 def test_u17_another_run_is_refused_while_one_works(tmp_path: Path) -> None:
