@@ -1,7 +1,7 @@
 """Kill jobs, and check after each death that nothing is lost or doubled.
 
     python tests/kill_harness.py FOLDER --kills 200
-    python tests/kill_harness.py FOLDER --kills 20 --engine vllm
+    python tests/kill_harness.py FOLDER --kills 20 --engine vllm --prompts 5000
 
 On the fake engine, small jobs are killed before and after each call to the storage that writes, in
 turn; the other kills come at a random time or call in larger jobs, several in each. Jobs run in
