@@ -19,10 +19,8 @@ import duckdb
 import polars as pl
 import pyarrow.dataset as ds
 import pytest
-from click.testing import CliRunner
 from fake_engine import FakeEngine, fake_engine, fake_job, write_ids
 
-from rollout.cli import main
 from rollout.dataset import DatasetView, read_dataset
 from rollout.engine import RequestError
 from rollout.errors import ConfigError, EngineError
@@ -372,40 +370,3 @@ def test_u24_more_replicas_than_prompts_and_one_is_killed(tmp_path: Path) -> Non
     assert sum(committed) == 6
     found = table(output)
     assert (found.height, found["rollout_id"].n_unique()) == (6, 6)
-
-
-METADATA: list[Any] = [
-    None, True, False, 0, -1, 2**63, 1.5, 1e308, "", "\0", "\u2028", "../x", [], [None, [1]],
-    {}, {"a": {"b": [1, "2", None]}}, {"": ""}, {"__class__": "os.system"},
-]  # fmt: skip
-HOSTILE: dict[str, tuple[str, str]] = {
-    "deep lists": ('{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
-    "deep objects": ('{"prompt": ' + '{"a":' * 50_000 + "1" + "}" * 50_000 + "}", "nested too"),
-    "nul bytes": ("\0\0\0", "Expecting value"),
-    "nul in the json": ('{"prompt_token_ids": [1]\0}', "delimiter"),
-    "no object": ("[1, 2]", "got an array"),
-    "a long number": ('{"prompt_token_ids": [' + "9" * 5000 + "]}", "digits"),
-}
-
-
-def test_hostile_rows_have_one_reason_each_and_harm_nobody(tmp_path: Path) -> None:
-    good = [ids(i, id=f"../../{i}/\n\0", meta=value) for i, value in enumerate(METADATA)]
-    source = lines(tmp_path / "p.jsonl", *good, *(text for text, _ in HOSTILE.values()))
-    with fake_engine():
-        summary = run(fake_job(source, tmp_path / "out"))
-    assert (summary.rollouts_committed, summary.prompts_rejected) == (len(good), len(HOSTILE))
-    rejected = sorted(view_of(tmp_path / "out").rejected, key=lambda one: one.line or 0)
-    for (name, (_, detail)), one in zip(HOSTILE.items(), rejected, strict=True):
-        assert detail in one.detail, name
-        assert one.reason == "unreadable_row"
-        assert len(one.detail) <= 500
-    rows = table(tmp_path / "out")
-    kept = {
-        row[0]: json.loads(row[1])["meta"] for row in rows.select("prompt_id", "metadata").rows()
-    }
-    assert kept == {f"../../{i}/\n\0": value for i, value in enumerate(METADATA)}
-    assert {path.name for path in tmp_path.iterdir()} == {"p.jsonl", "out"}
-    assert {path.name for path in (tmp_path / "out").iterdir()} <= {
-        "_commit", "_dataset.json", "_lease", "_plan", "_rejected", "_scratch", "data",
-    }  # fmt: skip
-    assert CliRunner().invoke(main, ["verify", str(tmp_path / "out")]).exit_code == 0
