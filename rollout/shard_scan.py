@@ -19,6 +19,12 @@ from rollout.schema.records import CommitRecord
 
 MAX_SHARDS: Final = 32
 MAX_BYTES: Final = 16_000_000
+# where the records take much the sample takes less, so that 50 MB are enough for longer
+_RUN_BYTES: Final = 48_000_000
+_LEAST_BYTES: Final = 2_000_000
+# what a commit record takes of its file for a rollout and for a prompt
+_KEY_BYTES: Final = 72
+_GROUP_BYTES: Final = 130
 
 _READERS: Final = 8
 # what a reader of a footer asks for at once
@@ -44,7 +50,7 @@ class ShardScan:
         full: read every shard; else at most `MAX_SHARDS` of them and about `MAX_BYTES`, evenly
             spread over the run.
         max_shards: another limit than `MAX_SHARDS`.
-        max_bytes: another limit than `MAX_BYTES`.
+        max_bytes: another limit than `MAX_BYTES`, which is lower where the records are large.
     """
 
     def __init__(
@@ -57,7 +63,7 @@ class ShardScan:
         max_bytes: int | None = None,
     ) -> None:
         self._max_shards = MAX_SHARDS if max_shards is None else max_shards
-        self._max_bytes = MAX_BYTES if max_bytes is None else max_bytes
+        self._max_bytes = sample_bytes(view.commits) if max_bytes is None else max_bytes
         self._view = view
         self._columns = list(columns)
         self._open: dict[str, pq.ParquetFile] = {}
@@ -146,6 +152,14 @@ class ShardScan:
         if first != len(keys):
             return f"holds {first} rollouts, its commit record names {len(keys)}"
         return frames
+
+
+def sample_bytes(commits: Sequence[CommitRecord]) -> int:
+    """Say how many bytes of the shards are read, given what the records took."""
+    records = sum(
+        _KEY_BYTES * len(record.keys) + _GROUP_BYTES * len(record.groups) for record in commits
+    )
+    return min(MAX_BYTES, max(_LEAST_BYTES, _RUN_BYTES - records))
 
 
 def spread_indices(count: int, most: int) -> list[int]:

@@ -179,6 +179,18 @@ def test_the_budget_of_bytes_is_kept(
     assert report.rollouts_committed == 20 * 32
 
 
+def test_large_records_leave_less_for_the_sample(endpoint: str, tmp_path: Path) -> None:
+    url = f"s3://bucket/{uuid.uuid4().hex}"
+    upload_run(url, endpoint, tmp_path, shards=2, groups=64, size=200_000_000)
+    commits = read_dataset(Storage.open(url, options(endpoint))).commits
+    assert shard_scan.sample_bytes(commits) == shard_scan.MAX_BYTES
+    real = sum(len(record.to_json()) for record in commits)
+    for times in (400, 450, 500, 600):
+        left = 48_000_000 - times * real
+        expected = min(max(left, 2_000_000), shard_scan.MAX_BYTES)
+        assert shard_scan.sample_bytes(commits * times) == pytest.approx(expected, abs=700_000)
+
+
 def test_one_token_of_a_large_run_costs_one_row_group(endpoint: str, tmp_path: Path) -> None:
     url = f"s3://bucket/{uuid.uuid4().hex}"
     upload_run(url, endpoint, tmp_path, shards=20, groups=4, size=200_000_000)
