@@ -1,126 +1,22 @@
 """From steps to rollouts: rows may come twice, late or not at all."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
+from assemble_cases import HALF, PAIR, block, feed, needed, open_spool, pack, row, stored, take
 
 from rollout import assemble, spool
-from rollout.assemble import Assembler, CapturedTokens, Failure, suggested_capacity
+from rollout.assemble import Assembler, Failure, suggested_capacity
 from rollout.capture.request import GREEDY, KEPT, NONE, SKIP, TOP
 from rollout.errors import EngineError
 from rollout.rows import RolloutRow, check_row
-from rollout.schema.entries import pack_entries
-from rollout.spool import SpoolReader, SpoolWriter, StepBlock, StoredStep
-
-Row = dict[str, Any]
-
-
-def row(request: str, position: int, sampled: int, **fields: Any) -> Row:
-    """A row that keeps `entries` [(id, logprob)]; its sampled token alone by default."""
-    values: Row = {
-        "request": request,
-        "position": position,
-        "sampled": sampled,
-        "kind": KEPT,
-        "flags": 0,
-        "entries": [(sampled, 0.0)],
-        "logprob": 0.0,
-        "tail": 0.0,
-        "draws": (),
-        "need": None,
-    }
-    return values | fields
-
-
-def pack(pairs: Sequence[tuple[int, float]]) -> np.ndarray[Any, Any]:
-    ids, logprobs = zip(*pairs, strict=True) if pairs else ((), ())
-    return pack_entries(np.array(ids, np.int64), np.array(logprobs, np.float32))
-
-
-def block(*rows: Row, step: int = 0, need: int | None = None) -> StepBlock:
-    stored = [r for r in rows if not r["flags"] & spool.FLAG_OVERFLOW]
-    counts = [len(r["entries"]) if r["need"] is None else r["need"] for r in rows]
-    draws = [pack(r["draws"]) for r in rows]
-    return StepBlock(
-        step=step,
-        need=sum(counts) if need is None else need,
-        request_ids=[r["request"] for r in rows],
-        positions=np.array([r["position"] for r in rows], np.int32),
-        sampled=np.array([r["sampled"] for r in rows], np.int32),
-        kinds=np.array([r["kind"] for r in rows], np.int8),
-        flags=np.array([r["flags"] for r in rows], np.int32),
-        counts=np.array(counts, np.int32),
-        sampled_logprobs=np.array([r["logprob"] for r in rows], np.float32),
-        tail_mass=np.array([r["tail"] for r in rows], np.float32),
-        draws=np.stack(draws) if draws else np.zeros((0, 0), np.uint64),
-        entries=np.concatenate([pack(r["entries"]) for r in stored] or [np.zeros(0, np.uint64)]),
-    )
-
-
-@dataclass(frozen=True)
-class Taken:
-    """A capture with its entries in memory."""
-
-    support_kind: str
-    sampled_logprobs: NDArray[np.float32]
-    support_offsets: NDArray[np.int64] | None
-    support_entries: NDArray[np.uint64] | None
-    tail_mass: NDArray[np.float32] | None
-    draw_entries: NDArray[np.uint64] | None
-
-
-_spool: list[Any] = []
 
 
 @pytest.fixture(autouse=True)
-def spool_of_the_test(tmp_path: Path) -> Iterator[None]:
-    """Give every test a spool, each step in a segment of its own."""
-    _spool[:] = [SpoolWriter(tmp_path, segment_bytes=1), SpoolReader(tmp_path)]
-    yield
-    _spool.clear()
-
-
-def stored(*blocks: StepBlock) -> Iterator[StoredStep]:
-    """Send steps through the spool."""
-    writer, reader = _spool
-    for one in blocks:
-        writer.append(one)
-        yield from reader.poll()
-
-
-def feed(assembler: Assembler, *blocks: StepBlock) -> list[Failure]:
-    return list(assembler.feed(stored(*blocks)))
-
-
-def take(assembler: Assembler, request: str, *token_ids: int) -> Taken:
-    result = assembler.take(request, np.array(token_ids, np.int32))
-    assert isinstance(result, CapturedTokens), result
-    entries = None
-    if result.entries is not None:
-        entries = result.entries.load()
-        result.entries.release()
-    return Taken(
-        support_kind=result.support_kind,
-        sampled_logprobs=result.sampled_logprobs,
-        support_offsets=result.support_offsets,
-        support_entries=entries,
-        tail_mass=result.tail_mass,
-        draw_entries=result.draw_entries,
-    )
-
-
-def needed() -> int:
-    """Bytes of the spool that somebody needs."""
-    return sum(_spool[1].segments._needed.values())
-
-
-HALF = float(np.float32(np.log(0.5)))
-PAIR = [(5, HALF), (9, HALF)]
+def spool_of_the_test(tmp_path: Path) -> None:
+    """Give every test a spool."""
+    open_spool(tmp_path)
 
 
 def test_rows_of_a_batch_find_their_requests() -> None:
@@ -389,80 +285,6 @@ def test_memory_is_bounded_by_what_is_in_flight(monkeypatch: pytest.MonkeyPatch)
     feed(assembler, block(row("r499", 1, 1), row("r450", 1, 1)))
     assert assembler.stats.late_rows == 2
     assert len(assembler._rows) == 0
-
-
-def test_bytes_are_counted_and_the_widest_is_found() -> None:
-    assembler = Assembler(capacity=100)
-    assert (needed(), assembler.widest()) == (0, None)
-    wide = [(i, -1.0) for i in range(5)]
-    feed(assembler, block(row("a", 0, 1, entries=wide), row("b", 0, 2, entries=PAIR)))
-    assert (needed(), assembler.widest()) == (56, "a")
-    feed(assembler, block(row("a", 0, 1), row("b", 1, 2)))  # the first replaces five by one
-    assert (needed(), assembler.widest()) == (32, "b")
-    assembler.close("b")
-    assert (needed(), assembler.widest()) == (8, "a")
-    take(assembler, "a", 1)
-    assert (needed(), assembler.widest()) == (0, None)
-
-
-def test_a_segment_goes_when_nobody_needs_it_any_more(tmp_path: Path) -> None:
-    def segments() -> int:
-        return len(list(tmp_path.iterdir())) - 1  # the writer's own stays
-
-    assembler = Assembler(capacity=100)
-    bad = row("bad", 0, 1, flags=spool.FLAG_EMPTY, entries=[])
-    feed(assembler, block(row("a", 0, 1), row("b", 0, 2)), block(row("b", 1, 3)), block(bad))
-    feed(assembler, block(row("late", 0, 1, kind=SKIP)), block())
-    assert segments() == 2  # neither the flagged nor the discarded row holds one
-    result = assembler.take("b", np.array([2, 3], np.int32))
-    assert isinstance(result, CapturedTokens)
-    assert result.entries is not None
-    assert segments() == 2  # the entries are the caller's, and still to be written
-    result.entries.release()
-    assert segments() == 1
-    assembler.close("a")
-    assert segments() == 0
-    with pytest.raises(AssertionError, match="are released twice"):
-        result.entries.release()
-
-
-def test_few_long_requests_do_not_hold_everything_sampled_beside_them(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    assembler = Assembler(capacity=100)
-    entries: dict[str, list[int]] = {"long": [], "other": []}
-    wide = 40  # entries of the short requests, 7 and 3 of the long ones
-    for step in range(30):
-        rows = [row(f"short-{step}", 0, 1, entries=[(i, -1.0) for i in range(wide)])]
-        for name, count in (("long", 7), ("other", 3)):
-            pairs = [(int(i), -float(rng.random())) for i in rng.permutation(99)[:count]]
-            entries[name] += pack(pairs).tolist()
-            rows.insert(step % 2, row(name, step, 5, entries=pairs))
-        feed(assembler, block(*rows))
-        take(assembler, f"short-{step}", 1)
-    feed(assembler, block())
-    segments = _spool[1].segments
-    before = segments.num_bytes
-    assembler.compact(segments)
-    held = 30 * 10 * 8
-    assert needed() == held
-    assert segments.num_bytes == held < before / 4
-    assembler.compact(segments)  # nothing is sparse any more
-    assert segments.num_bytes == held
-    for name in ("other", "long"):
-        found = take(assembler, name, *[5] * 30)
-        assert found.support_entries is not None
-        assert found.support_entries.tolist() == entries[name]
-    assert (needed(), segments.num_bytes) == (0, 0)
-    assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_entries_of_a_segment_that_is_cut_short_are_an_error(tmp_path: Path) -> None:
-    assembler = Assembler(capacity=100)
-    feed(assembler, block(row("a", 0, 1, entries=PAIR)))
-    (path,) = tmp_path.iterdir()
-    path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(OSError, match=r"a segment ends at byte \d+, before its entries do"):
-        take(assembler, "a", 1)
 
 
 @pytest.mark.parametrize(

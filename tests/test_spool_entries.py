@@ -1,0 +1,91 @@
+"""Entries stay in the spool as long as somebody needs them, and no longer."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from assemble_cases import PAIR, block, feed, needed, open_spool, pack, row, spooled, take
+
+from rollout import spool
+from rollout.assemble import Assembler, CapturedTokens
+from rollout.capture.request import SKIP
+
+
+@pytest.fixture(autouse=True)
+def spool_of_the_test(tmp_path: Path) -> None:
+    """Give every test a spool."""
+    open_spool(tmp_path)
+
+
+def test_bytes_are_counted_and_the_widest_is_found() -> None:
+    assembler = Assembler(capacity=100)
+    assert (needed(), assembler.widest()) == (0, None)
+    wide = [(i, -1.0) for i in range(5)]
+    feed(assembler, block(row("a", 0, 1, entries=wide), row("b", 0, 2, entries=PAIR)))
+    assert (needed(), assembler.widest()) == (56, "a")
+    feed(assembler, block(row("a", 0, 1), row("b", 1, 2)))  # the first replaces five by one
+    assert (needed(), assembler.widest()) == (32, "b")
+    assembler.close("b")
+    assert (needed(), assembler.widest()) == (8, "a")
+    take(assembler, "a", 1)
+    assert (needed(), assembler.widest()) == (0, None)
+
+
+def test_a_segment_goes_when_nobody_needs_it_any_more(tmp_path: Path) -> None:
+    def segments() -> int:
+        return len(list(tmp_path.iterdir())) - 1  # the writer's own stays
+
+    assembler = Assembler(capacity=100)
+    bad = row("bad", 0, 1, flags=spool.FLAG_EMPTY, entries=[])
+    feed(assembler, block(row("a", 0, 1), row("b", 0, 2)), block(row("b", 1, 3)), block(bad))
+    feed(assembler, block(row("late", 0, 1, kind=SKIP)), block())
+    assert segments() == 2  # neither the flagged nor the discarded row holds one
+    result = assembler.take("b", np.array([2, 3], np.int32))
+    assert isinstance(result, CapturedTokens)
+    assert result.entries is not None
+    assert segments() == 2  # the entries are the caller's, and still to be written
+    result.entries.release()
+    assert segments() == 1
+    assembler.close("a")
+    assert segments() == 0
+    with pytest.raises(AssertionError, match="are released twice"):
+        result.entries.release()
+
+
+def test_few_long_requests_do_not_hold_everything_sampled_beside_them(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    assembler = Assembler(capacity=100)
+    entries: dict[str, list[int]] = {"long": [], "other": []}
+    wide = 40  # entries of the short requests, 7 and 3 of the long ones
+    for step in range(30):
+        rows = [row(f"short-{step}", 0, 1, entries=[(i, -1.0) for i in range(wide)])]
+        for name, count in (("long", 7), ("other", 3)):
+            pairs = [(int(i), -float(rng.random())) for i in rng.permutation(99)[:count]]
+            entries[name] += pack(pairs).tolist()
+            rows.insert(step % 2, row(name, step, 5, entries=pairs))
+        feed(assembler, block(*rows))
+        take(assembler, f"short-{step}", 1)
+    feed(assembler, block())
+    segments = spooled()
+    before = segments.num_bytes
+    assembler.compact(segments)
+    held = 30 * 10 * 8
+    assert needed() == held
+    assert segments.num_bytes == held < before / 4
+    assembler.compact(segments)  # nothing is sparse any more
+    assert segments.num_bytes == held
+    for name in ("other", "long"):
+        found = take(assembler, name, *[5] * 30)
+        assert found.support_entries is not None
+        assert found.support_entries.tolist() == entries[name]
+    assert (needed(), segments.num_bytes) == (0, 0)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_entries_of_a_segment_that_is_cut_short_are_an_error(tmp_path: Path) -> None:
+    assembler = Assembler(capacity=100)
+    feed(assembler, block(row("a", 0, 1, entries=PAIR)))
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(OSError, match=r"a segment ends at byte \d+, before its entries do"):
+        take(assembler, "a", 1)
