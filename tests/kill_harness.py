@@ -245,8 +245,8 @@ def at_any_time(
         if totals.kills >= kills:
             return
         case = Case(folder / f"time-{number}", prompts, totals, run_fake)
-        for attempt in range(min(each, kills - totals.kills)):
-            if attempt % 3 == 2:
+        for _ in range(min(each, kills - totals.kills)):
+            if totals.kills % 3 == 2:
                 totals.calls += case.end(case.start(rng.randrange(8, 200)))
                 continue
             child = case.start()
@@ -304,7 +304,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--prompts", type=int, default=300, help="of each larger dataset")
-    parser.add_argument("--kills-each", type=int, default=4, help="kills of each of them")
+    parser.add_argument("--kills-each", type=int, default=2, help="kills of each of them")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engine", choices=["fake", "vllm"], default="fake")
