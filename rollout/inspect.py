@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,20 @@ def inspect_dataset(
         OutputError: The storage can't be opened.
     """
     storage = Storage.open(path, dict(storage_options or {}))
-    return inspect_view(read_dataset(storage), path, full=full)
+    with _collector_paused():
+        return inspect_view(read_dataset(storage), path, full=full)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Let the garbage collector rest: a fifth of the time went into its looking at the records."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def inspect_view(view: DatasetView, path: str | Path, *, full: bool) -> InspectReport:

@@ -166,9 +166,10 @@ def _load(data: bytes) -> dict[str, Json]:
 
 
 def _build(cls: type[_Record], raw: dict[str, Json]) -> _Record:
-    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    missing = [name for name in names if name not in raw]
-    if missing:
-        raise RecordError(f"{cls.__name__}: no `{missing[0]}` in it")
-    # unknown keys of the same format version are ignored: a later release may add one
-    return cls(**{name: raw[name] for name in names})
+    try:
+        # unknown keys of the same format version are ignored: a later release may add one
+        # read off the class, since `dataclasses.fields` took a quarter of reading large records
+        values = {name: raw[name] for name in cls.__dataclass_fields__}  # type: ignore[attr-defined]
+    except KeyError as error:
+        raise RecordError(f"{cls.__name__}: no `{error.args[0]}` in it") from error
+    return cls(**values)
