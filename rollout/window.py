@@ -220,7 +220,11 @@ class Window:
         """Keep a few long requests from holding everything that was sampled beside them."""
         segments = self._reader.segments
         if segments.num_bytes > self._compact_at:
-            self._assembler.compact(segments)
+            try:
+                self._assembler.compact(segments)
+            except OSError as error:
+                # nothing has changed: no more is admitted until something is committed
+                _log.warning("the spool can't be compacted: %s", error)
             # not again at every step where that did not help
             self._compact_at = max(self._budget, segments.num_bytes + self._budget // 4)
         elif segments.num_bytes < self._budget:
