@@ -90,6 +90,7 @@ class Committer:
         self._on_done = on_done
         self._retry_seconds = retry_seconds
         self._last_seconds = last_seconds
+        self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="rollout-commit")
         self._parts = PartPool()
         self._lock = threading.Condition()
@@ -128,6 +129,10 @@ class Committer:
             RolloutError: see `commit`.
         """
         self._hand_over(_Part(unit=unit, rows=(), rejected=(), num_bytes=0, last=True))
+
+    def prepare(self) -> None:
+        """Start what works on large parts, so that the first of them need not wait."""
+        self._pool.submit(self._parts.start, self._threads)
 
     def check(self) -> None:
         """Say whether commits can't go on.

@@ -252,8 +252,8 @@ class OutputConfig(Section):
     """Prompts of a unit, the slice that is committed together."""
     shard_bytes: Int = Field(default=256 * 2**20, ge=2**20)
     """Raw bytes after which a part of a unit is committed early."""
-    commit_threads: Int = Field(default=4, ge=1)
-    """Units committed side by side."""
+    commit_threads: Annotated[Int, Field(ge=1)] | None = None
+    """Units committed side by side; null: half as many as there are cores, 4 to 16."""
     flush_seconds: Float = Field(default=100.0, gt=0.0)
     """Finished rollouts are committed at least this often."""
     retry_seconds: Float = Field(default=300.0, gt=0.0)

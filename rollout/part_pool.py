@@ -56,6 +56,15 @@ class PartPool:
         self._lock = threading.Lock()
         self._all: list[_Process] = []
 
+    def start(self, count: int) -> None:
+        """Start processes before there is a part, which would wait for their imports.
+
+        Args:
+            count: how many there are to be.
+        """
+        for _ in range(count - len(self._all)):
+            self._idle.put(self._new())
+
     @contextmanager
     def part(self, rows: Sequence[RolloutRow]) -> Iterator[Part]:
         """Read and check a part's rows; as many parts at once as there are callers.
@@ -72,9 +81,7 @@ class PartPool:
         try:
             process = self._idle.get_nowait()
         except queue.Empty:
-            process = _Process()
-            with self._lock:
-                self._all.append(process)
+            process = self._new()
         try:
             yield _ProcessPart(process, rows)
         finally:
@@ -87,6 +94,12 @@ class PartPool:
             for process in self._all:
                 process.close()
             self._all.clear()
+
+    def _new(self) -> _Process:
+        process = _Process()
+        with self._lock:
+            self._all.append(process)
+        return process
 
 
 class _LocalPart:

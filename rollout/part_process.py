@@ -12,6 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, Final
 
+import pyarrow as pa
+
 from rollout.errors import RolloutError
 from rollout.part_wire import receive, send, unpack_rows
 from rollout.part_work import PartWork
@@ -25,6 +27,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(_NICE)
+    pa.array([None], pa.string())  # pyarrow's first conversion imports pandas, where there is one
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no answer
     serve(requests, replies)

@@ -159,6 +159,20 @@ def test_rows_travel_bit_for_bit(tmp_path: Path) -> None:
                     assert a == b, field.name
 
 
+def test_processes_that_were_started_before_are_the_ones_that_work(tmp_path: Path) -> None:
+    pool = PartPool(process_bytes=0)
+    pool.start(2)
+    pool.start(1)  # there are enough
+    started = {process._process.pid for process in pool._all}
+    rows = sample_rows()
+    with pool.part(rows) as part, pool.part(rows) as other:
+        for number, work in enumerate((part, other)):
+            work.write(tmp_path / f"{number}.parquet", rows, FINGERPRINT, 4000)
+    assert {process._process.pid for process in pool._all} == started
+    assert len(started) == 2
+    pool.close()
+
+
 def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 

@@ -80,6 +80,16 @@ def spread_of(values: list[float]) -> str:
     return f"{mid:.3f} ({low:.3f}-{high:.3f})"
 
 
+def busy(arm: list[Timing]) -> str:
+    """Format how many cores the processes of an arm kept busy."""
+    names = sorted({name for run in arm for name in run.cpu})
+    shares = [
+        f"{name} {statistics.median(run.cpu.get(name, 0.0) / run.committed for run in arm):.2f}"
+        for name in names
+    ]
+    return ", ".join(shares)
+
+
 def compare(
     name: str, stock: Callable[[], Timing], other: Callable[[int], Timing], pairs: int
 ) -> Timing:
@@ -114,6 +124,11 @@ def compare(
         f"  stalled {sum(b.stalled for _, b in rows):.2f} s"
         f"  mean entries a token {last.entries / last.tokens:.1f}"
         f"  largest step {last.largest_step}",
+        flush=True,
+    )
+    print(
+        f"{'':<28} cores busy until the last commit: stock {busy([a for a, _ in rows])}"
+        f"; this {busy([b for _, b in rows])}",
         flush=True,
     )
     return last

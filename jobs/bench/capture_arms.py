@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from rollout.dataset import DatasetWriter
 from rollout.engine_start import LazyEngine
 from rollout.run import Run
 from rollout.storage import Storage
+
+# what the command of a process below the benchmark's says of it; others are the engine's
+_PROCESSES = {"take": b"rollout.capture.ring_process", "write": b"rollout.part_process"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +53,8 @@ class Timing:
     entries: int = 0
     stalled: float = 0.0
     largest_step: int = 0
+    cpu: dict[str, float] = field(default_factory=dict)
+    """CPU seconds of the job, the engine, the process that takes steps, the ones that write."""
 
 
 def run_capture(engine: LazyEngine, model: Path, folder: Path, load: Load) -> Timing:
@@ -66,9 +72,10 @@ def run_capture(engine: LazyEngine, model: Path, folder: Path, load: Load) -> Ti
     writer.engine = {"engine": "vllm"}  # asking it for more would drain its pipeline
     engine.get().start_capture(engine.spool_folder)
     run = Run(job, writer, engine)
-    start = time.perf_counter()
+    start, before = time.perf_counter(), cpu_seconds()
     run.work()
     committed = time.perf_counter() - start
+    cpu = cpu_seconds()
     summary = run.summary()
     run.finish()
     engine.get().stop_capture()
@@ -81,6 +88,7 @@ def run_capture(engine: LazyEngine, model: Path, folder: Path, load: Load) -> Ti
         entries=summary.entries,
         stalled=summary.seconds_waited + summary.seconds_held,
         largest_step=summary.largest_step,
+        cpu={name: seconds - before.get(name, 0.0) for name, seconds in cpu.items()},
     )
 
 
@@ -108,7 +116,7 @@ def run_stock(llm: Any, load: Load, **params: Any) -> Timing:
     engine = llm.llm_engine
     window = 3 * engine.vllm_config.scheduler_config.max_num_seqs
     left, in_flight, tokens = iter(range(load.requests)), 0, 0
-    start = time.perf_counter()
+    start, before = time.perf_counter(), cpu_seconds()
     exhausted = False
     while not exhausted or in_flight:
         while not exhausted and in_flight < window:
@@ -123,7 +131,8 @@ def run_stock(llm: Any, load: Load, **params: Any) -> Timing:
                 tokens += len(output.outputs[0].token_ids)
                 in_flight -= 1
     seconds = time.perf_counter() - start
-    return Timing(tokens=tokens, sampled=seconds, committed=seconds)
+    cpu = {name: value - before.get(name, 0.0) for name, value in cpu_seconds().items()}
+    return Timing(tokens=tokens, sampled=seconds, committed=seconds, cpu=cpu)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,6 +200,25 @@ def _set_timed(worker: Any, on: bool) -> dict[str, Any] | None:
 def _cpu_milliseconds(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return 1e3 * (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def cpu_seconds() -> dict[str, float]:
+    """Return the CPU seconds so far of this process and of those below it, by what they do."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # ended meanwhile
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    below = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in below} - below:
+        below |= more
+    found: dict[str, float] = {}
+    for pid in below:
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            name = next((n for n, part in _PROCESSES.items() if part in command), "engine")
+            name = "job" if pid == os.getpid() else name
+            found[name] = found.get(name, 0.0) + _cpu_milliseconds(pid) / 1e3
+    return found
 
 
 def _event() -> Any:
