@@ -38,6 +38,7 @@ from rollout.recycled import RecycledArrays
 from rollout.row_group_cache import RowGroupCache
 from rollout.scalars import ScalarIndex, Where, select_rows
 from rollout.shard_bytes import ShardBytes, Verify
+from rollout.shard_footers import ShardFooters
 from rollout.shard_reader import ShardReader
 from rollout.step_plan import Selected
 
@@ -131,6 +132,7 @@ class RolloutLoader(IterableDataset[RolloutBatch]):
         weights = self.config.weights
         if weights is not None and len(weights) != len(datasets):
             raise ConfigError(f"got {len(weights)} weights for {len(datasets)} datasets")
+        self._kept_footers: dict[str, bytes] = {}
         self._pin(datasets)
         self.epoch = 0
         """The epoch that the next iteration yields."""
@@ -257,10 +259,10 @@ class RolloutLoader(IterableDataset[RolloutBatch]):
         return self._iterate(cursor, lag, workers, in_worker=worker is not None)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the loader's parts for a worker process; footers and scalars are read anew."""
+        """Return the loader's parts for a worker process, which reads scalars anew."""
         self._handed_over += 1
         state = self.__dict__.copy()
-        del state["_reader"], state["_index"]
+        del state["_footers"], state["_reader"], state["_index"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -274,6 +276,7 @@ class RolloutLoader(IterableDataset[RolloutBatch]):
         self._datasets = datasets
         self._shards, groups = pinned_groups(datasets)
         self._open_reader()
+        self._footers.check()
         self._selected: Selected = None
         self._unselected = self._unselected_inside = 0
         if self._where is not None:
@@ -307,7 +310,11 @@ class RolloutLoader(IterableDataset[RolloutBatch]):
         if self._cache_folder is not None:
             cache = RowGroupCache(self._cache_folder, self._cache_bytes)
         source = ShardBytes(self._shards, verify=self._verify, cache=cache)
-        self._reader = ShardReader(self._shards, source, columns=self.config.read_columns)
+        self._footers = ShardFooters(self._shards, source, self._kept_footers)
+        self._kept_footers = self._footers.kept
+        self._reader = ShardReader(
+            self._shards, source, self._footers, columns=self.config.read_columns
+        )
         self._index = ScalarIndex(
             self._reader, [[g.rows for g in shard.record.row_groups] for shard in self._shards]
         )

@@ -1,14 +1,12 @@
 """Read row groups of a dataset's shards, each from one range of bytes that its record vouches for.
 
 A commit record names the byte range and the digest of every row group, so a reader needs no shard
-whole: one request for the footer, which is kept, and one for each row group. The digest is
+whole: one request for the footer (`ShardFooters`) and one for each row group. The digest is
 compared when a row group is first read; page checksums are verified on every read.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
@@ -16,13 +14,12 @@ from typing import Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from blake3 import blake3
 
 from rollout.decoded_block import DecodedBlock
 from rollout.epoch_plan import Block
 from rollout.errors import DatasetError
-from rollout.schema.columns import FINGERPRINT_KEY, FORMAT_VERSION, VERSION_KEY
 from rollout.shard_bytes import Data, PinnedShard, ShardBytes
+from rollout.shard_footers import ShardFooters
 from rollout.sparse_file import SparseFile, joined_ranges
 
 BASE_COLUMNS: Final = (
@@ -61,7 +58,6 @@ PLAN_COLUMNS: Final = (
 """What a step is planned from."""
 MAX_ELEMENTS: Final = 2**31 - 1
 
-_FOOTERS: Final = 256
 # a request costs more than the bytes of such a gap
 _GAP_BYTES: Final = 2**19
 _SCALAR_READERS: Final = 8
@@ -74,6 +70,7 @@ class ShardReader:
     Args:
         shards: the pinned shards.
         source: their bytes.
+        footers: their footers.
         columns: those to decode.
     """
 
@@ -81,15 +78,14 @@ class ShardReader:
         self,
         shards: Sequence[PinnedShard],
         source: ShardBytes,
+        footers: ShardFooters,
         *,
         columns: Sequence[str],
     ) -> None:
         self._shards = shards
         self._bytes = source
         self._columns = list(columns)
-        self._footers: OrderedDict[int, pq.FileMetaData] = OrderedDict()
-        self._lock = threading.Lock()
-        self._asking: dict[int, threading.Lock] = {}
+        self._footers = footers
 
     def read(self, block: Block) -> DecodedBlock:
         """Read and decode a row group.
@@ -99,7 +95,7 @@ class ShardReader:
         """
         shard, index = block
         pinned = self._shards[shard]
-        footer = self._footer(shard)
+        footer = self._footers.get(shard)
         _check_elements(pinned, footer, index)
         group = pinned.record.row_groups[index]
         data = self._bytes.row_group(block)
@@ -130,7 +126,7 @@ class ShardReader:
         Raises:
             DatasetError: as `read`.
         """
-        pinned, footer = self._shards[shard], self._footer(shard)
+        pinned, footer = self._shards[shard], self._footers.get(shard)
         wanted = set(columns)
         chunks = [
             (column.data_page_offset, column.total_compressed_size)
@@ -161,7 +157,7 @@ class ShardReader:
 
     def draws_per_token(self, block: Block, num_tokens: int) -> int:
         """Return how many draws a row group holds for each of its sampled tokens."""
-        group = self._footer(block[0]).row_group(block[1])
+        group = self._footers.get(block[0]).row_group(block[1])
         for number in range(group.num_columns):
             column = group.column(number)
             if column.path_in_schema.startswith("draw_entries."):
@@ -169,37 +165,6 @@ class ShardReader:
                 values: int = column.num_values
                 return values // num_tokens if num_tokens and values >= num_tokens else 0
         return 0
-
-    def _footer(self, shard: int) -> pq.FileMetaData:
-        """Return a shard's footer, by one request the first time."""
-        with self._lock:
-            if shard in self._footers:
-                self._footers.move_to_end(shard)
-                return self._footers[shard]
-            asking = self._asking.setdefault(shard, threading.Lock())
-        with asking:
-            with self._lock:
-                if shard in self._footers:
-                    return self._footers[shard]
-            footer = self._fetch_footer(shard)
-            with self._lock:
-                self._footers[shard] = footer
-                if len(self._footers) > _FOOTERS:
-                    self._footers.popitem(last=False)
-        return footer
-
-    def _fetch_footer(self, shard: int) -> pq.FileMetaData:
-        pinned = self._shards[shard]
-        start = max(group.offset + group.size for group in pinned.record.row_groups)
-        tail = self._bytes.range(shard, start, pinned.record.size - start)
-        if blake3(tail).hexdigest() != pinned.record.footer_blake3:
-            raise DatasetError(f"{pinned.where}: its footer changed after it was committed")
-        try:
-            footer = pq.read_metadata(pa.BufferReader(tail))
-        except (pa.ArrowException, OSError) as error:
-            raise DatasetError(f"{pinned.where}: its footer is damaged: {error}") from error
-        _check_footer(pinned, footer)
-        return footer
 
 
 def _decode(
@@ -245,24 +210,6 @@ def _rows_of_a_piece(group: pq.RowGroupMetaData, columns: set[str]) -> int:
     )
     rows: int = group.num_rows
     return max(1, rows * _PIECE_BYTES // max(raw_bytes, 1))
-
-
-def _check_footer(pinned: PinnedShard, footer: pq.FileMetaData) -> None:
-    """Raise DatasetError where a footer is not the one of the shard's record."""
-    metadata: dict[bytes, bytes] = footer.metadata or {}
-    version = metadata.get(VERSION_KEY.encode())
-    if version is None or int(version) > FORMAT_VERSION:
-        raise DatasetError(
-            f"{pinned.where}: format version {version!r}, expected at most {FORMAT_VERSION}"
-        )
-    fingerprint = metadata.get(FINGERPRINT_KEY.encode(), b"").decode()
-    rows = [footer.row_group(index).num_rows for index in range(footer.num_row_groups)]
-    expected = [group.rows for group in pinned.record.row_groups]
-    if fingerprint != pinned.fingerprint or rows != expected:
-        raise DatasetError(
-            f"{pinned.where}: its footer has fingerprint {fingerprint} and row groups {rows[:3]}, "
-            f"expected {pinned.fingerprint} and {expected[:3]}: it changed after it was committed"
-        )
 
 
 def _check_elements(pinned: PinnedShard, footer: pq.FileMetaData, index: int) -> None:

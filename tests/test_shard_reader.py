@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import shutil
 from collections import Counter
@@ -12,13 +13,13 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from dataset_tools import new_storage
+from dataset_tools import STORAGES, new_storage
 from fake_store import ClientError, FakeStore
 from loader_cases import group, ids_of, open_loader, write
 from s3_server import s3_server
 from torch import Tensor
 
-from rollout import shard_reader
+from rollout import shard_footers, shard_reader
 from rollout.dataset import read_dataset
 from rollout.errors import DatasetError
 from rollout.sparse_file import SparseFile, joined_ranges
@@ -38,16 +39,24 @@ def store() -> tuple[str, int]:
     return storage.url, three_parts(storage.url)
 
 
-def test_one_request_a_row_group_and_one_a_footer(store: tuple[str, int]) -> None:
-    url, row_groups = store
-    loader = open_loader(url)
+def count_gets() -> Counter[str]:
+    """Count the requests for shards from here on."""
     requests: Counter[str] = Counter()
 
     def count(operation: str, path: str) -> None:
-        assert operation == "get"
-        requests[path] += 1
+        if path.endswith(".parquet"):
+            assert operation == "get"
+            requests[path] += 1
 
     FakeStore.fail = count
+    return requests
+
+
+def test_one_request_a_row_group_and_one_a_footer(store: tuple[str, int]) -> None:
+    url, row_groups = store
+    requests = count_gets()
+    loader = open_loader(url)
+    assert sorted(requests.values()) == [1, 1, 1]
     first = ids_of(loader)
     assert len(first) == 36
     assert requests.total() == row_groups + 3
@@ -55,6 +64,50 @@ def test_one_request_a_row_group_and_one_a_footer(store: tuple[str, int]) -> Non
     assert sorted(ids_of(loader)) == sorted(first)
     # footers and scalars are kept
     assert requests.total() == row_groups
+    requests.clear()
+    # a worker process is given the footers
+    assert sorted(ids_of(copy.copy(open_loader(url)))) == sorted(first)
+    assert requests.total() == 3 + row_groups
+
+
+def test_footers_beyond_the_bound_are_asked_for_again(
+    store: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, row_groups = store
+    largest = max(
+        record.size - sum((group.offset + group.size) for group in record.row_groups[-1:])
+        for record in read_dataset(Storage.open(url)).shards
+    )
+    monkeypatch.setattr(shard_footers, "_KEPT_BYTES", largest)
+    requests = count_gets()
+    loader = open_loader(url)
+    assert len(loader._kept_footers) == 1
+    assert len(ids_of(loader)) == 36
+    assert requests.total() == 3 + row_groups + 2
+
+
+def flip_in_last_footer(storage: Storage) -> str:
+    """Flip a bit of the footer of a dataset's last shard, and return its name."""
+    record = read_dataset(storage).shards[-1]
+    assert record.file is not None
+    data = bytearray(storage.read_bytes(record.file))
+    # in the footer, before its length and the magic bytes
+    data[-300] ^= 1
+    storage.delete(record.file)
+    storage.write_bytes(record.file, bytes(data))
+    return record.file
+
+
+@pytest.mark.parametrize("kind", STORAGES)
+def test_a_footer_that_no_first_batch_needs_is_checked_before_it(tmp_path: Path, kind: str) -> None:
+    storage = new_storage(kind, tmp_path)
+    three_parts(storage.url)
+    settings: dict[str, Any] = {"shuffle": False, "groups_per_step": 1}
+    first = next(iter(open_loader(storage.url, **settings)))
+    assert set(first.rollout_ids) <= {f"p0.{i}" for i in range(4)}
+    file = flip_in_last_footer(storage)
+    with pytest.raises(DatasetError, match=f"{file}: its footer changed after it was committed"):
+        open_loader(storage.url, **settings)
 
 
 def test_a_rank_reads_few_bytes_of_other_ranks_row_groups(store: tuple[str, int]) -> None:
@@ -68,7 +121,7 @@ def test_a_rank_reads_few_bytes_of_other_ranks_row_groups(store: tuple[str, int]
         f"p{g}.{i}" for g in range(9) for i in range(4)
     )
     # whole row groups are read once, some twice where two ranks meet; the rest is scalars
-    assert requests.total() <= 3 * (row_groups + 3) + 2 * row_groups
+    assert requests.total() <= 3 * row_groups + 2 * row_groups
 
 
 def test_a_request_that_fails_is_repeated(
@@ -92,19 +145,18 @@ def test_row_groups_are_kept_by_digest(store: tuple[str, int], tmp_path: Path) -
     url, row_groups = store
     want = ids_of(open_loader(url, cache_folder=tmp_path / "cache"))
     assert len(list((tmp_path / "cache").iterdir())) == row_groups
-    requests: Counter[str] = Counter()
-    loader = open_loader(url, cache_folder=tmp_path / "cache")
-    FakeStore.fail = lambda operation, path: requests.update([path])
-    assert ids_of(loader) == want
+    requests = count_gets()
+    assert ids_of(open_loader(url, cache_folder=tmp_path / "cache")) == want
+    # the footers
     assert requests.total() == 3
     # a damaged copy is fetched again, and mended
-    for copy in (tmp_path / "cache").iterdir():
-        data = copy.read_bytes()
-        copy.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    for kept in (tmp_path / "cache").iterdir():
+        data = kept.read_bytes()
+        kept.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     assert ids_of(open_loader(url, cache_folder=tmp_path / "cache")) == want
     requests.clear()
     assert ids_of(open_loader(url, cache_folder=tmp_path / "cache")) == want
-    assert not any(path.endswith("0.parquet") and n > 1 for path, n in requests.items())
+    assert requests.total() == 3
 
 
 def test_s3_in_ranges(tmp_path: Path) -> None:
@@ -116,10 +168,13 @@ def test_s3_in_ranges(tmp_path: Path) -> None:
         loader = open_loader("s3://bucket/run", storage_options=options)
         local = open_loader(str(tmp_path / "run"))
         assert ids_of(loader) == ids_of(local)
-        # in a spawned process too, where the filesystem is made anew
+        # a state is taken up there too
         resumed = open_loader("s3://bucket/run", storage_options=options)
         resumed.load_state_dict(loader.state_dict())
         assert ids_of(resumed) == ids_of(local)
+        file = flip_in_last_footer(Storage.open("s3://bucket/run", options))
+        with pytest.raises(DatasetError, match=f"{file}: its footer changed after"):
+            open_loader("s3://bucket/run", storage_options=options)
 
 
 def test_a_row_group_beyond_arrows_offsets_is_refused_with_its_name(
