@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install quickstart test test-browser lint lock clean
+.PHONY: install quickstart test test-browser tools lint lock clean
 
 install: $(STAMP)
 
@@ -30,21 +30,26 @@ lint: install
 test: lint
 	$(BIN)/pytest
 
-# what `rollout report` and `rollout inspect` show in a real browser and a real terminal; by apt-get,
-# as root, where there are none yet
+# what `rollout report` and `rollout inspect` show in a real browser and a real terminal
 test-browser: install
-	(command -v chromium && command -v tmux) || \
-	  (apt-get update -qq && apt-get install -y -qq chromium tmux)
+	@(command -v chromium && command -v tmux) >/dev/null || $(MAKE) --no-print-directory tools
 	$(BIN)/pytest -m browser
 
+# Debian's Chromium and tmux, and a font for the page
+APT_GET := DEBIAN_FRONTEND=noninteractive apt-get -qq -o Acquire::Retries=5
+TOOLS   := chromium tmux fonts-dejavu-core
+tools:
+	@test "$$(id -u)" = 0 || { echo "installing needs root: run apt-get install $(TOOLS) as root," \
+	  "or their like of another distribution; the other tests need none of them" >&2; exit 1; }
+	@($(APT_GET) update && $(APT_GET) install --no-install-recommends $(TOOLS) >/dev/null) || \
+	  { echo "apt-get could not install $(TOOLS): the reason stands above; the tests that need" \
+	  "them did not run" >&2; exit 1; }
+
 # renews requirements/lock.txt to the newest versions that pyproject.toml and the two files beside it allow
-lock:
-	$(PYTHON) -m venv $(VENV)-lock
-	$(VENV)-lock/bin/python -m pip install --quiet uv
-	$(VENV)-lock/bin/uv pip compile pyproject.toml --extra cpu --extra s3 --extra dev --upgrade \
+lock: install
+	$(BIN)/uv pip compile pyproject.toml --extra cpu --extra s3 --extra dev --upgrade \
 	  --python-version 3.11 --no-annotate --custom-compile-command "make lock" \
 	  --overrides requirements/overrides.txt --excludes requirements/excludes.txt -o requirements/lock.txt
-	rm -rf $(VENV)-lock
 
 clean:
 	rm -rf out $(VENV)

@@ -5,108 +5,75 @@ from __future__ import annotations
 import json
 import re
 import runpy
-import shlex
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
+import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
-from quickstart_scripts import load_script
+from docs_commands import PAGES, README, ROOT, Block, blocks, commands, load_script, recipe, run
 
 from rollout.cli import main
 from rollout.report import InspectReport
 from rollout.schema.columns import SCHEMA
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
-README = ROOT / "README.md"
-
-# not run here: CI runs `make test` on a clean clone; the quickstart's parts and the scripts of the
-# figures (runs of minutes) have tests of their own; the ablations train for long and have none
-ELSEWHERE = (
-    "make quickstart",
-    "make test",
-    "python jobs/quickstart/make_model.py",
-    "python jobs/reverse_text/rounds.py",
-    "python jobs/reverse_text/figure.py",
-    "python jobs/reverse_text/ablations.py",
+SET_BY_SCRIPTS = (
+    "GOMP_SPINCOUNT",
+    "HF_HUB_OFFLINE",
+    "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY",
+    "TORCH_COMPILE_DISABLE",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
 )
 
 
-@dataclass(frozen=True)
-class Block:
-    """A fenced block of a page."""
-
-    language: str
-    text: str
-
-
-def blocks(page: Path) -> Iterator[Block]:
-    for language, text in re.findall(
-        r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S
-    ):
-        yield Block(language=language, text=text)
-
-
-def commands(block: Block) -> list[str]:
-    """The commands of a block: all of a bash block, lines that start like one of a plain block."""
-    lines = block.text.replace("\\\n", " ").splitlines()
-    if block.language == "bash":
-        return [line for line in lines if line.strip()]
-    if block.language == "":
-        return [line for line in lines if re.match(r"(rollout|make|python|pip) ", line)]
-    return []
+def lowered(path: Path, pattern: str, value: str) -> None:
+    """Lower a size in a file that a page has its reader write."""
+    text = path.read_text(encoding="utf-8")
+    found, count = re.subn(pattern, value, text)
+    assert count == 1, pattern
+    path.write_text(found, encoding="utf-8")
 
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder as a reader has it: the jobs, a model, and the job file of the README."""
+    """A folder as a reader has it: the quickstart's files, and the job files of the pages."""
     monkeypatch.chdir(tmp_path)
-    # the reward function's module is named after its file
-    (tmp_path / "jobs" / "quickstart").mkdir(parents=True)
+    # what scripts set for themselves is gone after the test
+    for name in SET_BY_SCRIPTS:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
     quickstart = ROOT / "jobs" / "quickstart"
-    shutil.copy(quickstart / "task.py", "jobs/quickstart/task.py")
+    Path("jobs/quickstart").mkdir(parents=True)
+    for name in ("task.py", "job.yaml"):
+        shutil.copy(quickstart / name, f"jobs/quickstart/{name}")
     prompts = (quickstart / "prompts.jsonl").read_text().splitlines(keepends=True)
     Path("jobs/quickstart/prompts.jsonl").write_text("".join(prompts[:8]))
-    # hardly trained: what it says does not matter here
-    script = load_script("make_model")
-    found = CliRunner().invoke(script.main, ["--steps", "1"], catch_exceptions=False)
-    assert found.exit_code == 0, found.output
+    lowered(Path("jobs/quickstart/job.yaml"), r"(bytes:) 268435456", r"\1 67108864")
     job = next(b for b in blocks(README) if b.language == "yaml" and "sampling:" in b.text)
-    limits = "enforce_eager: true, max_model_len: 64, kv_cache_memory_bytes: 67108864"
-    small = job.text.replace("engine:   {", f"engine:   {{{limits}, ")
-    assert small != job.text
-    Path("job.yaml").write_text(small)
+    Path("job.yaml").write_text(job.text)
+    lowered(Path("job.yaml"), r"bytes: 268435456", "bytes: 67108864, enforce_eager: true")
     replay = next(b for b in blocks(ROOT / "docs" / "replay.md") if b.language == "yaml").text
-    replay = re.sub(r"groups_per_step: \d+", "groups_per_step: 4", replay)
-    Path("replay.yaml").write_text(re.sub(r"epochs: +\d+", "epochs: 1", replay))
+    Path("replay.yaml").write_text(replay)
+    lowered(Path("replay.yaml"), r"groups_per_step: \d+", "groups_per_step: 4")
+    lowered(Path("replay.yaml"), r"epochs: +\d+", "epochs: 1")
     return tmp_path
 
 
-def run(command: str) -> str:
-    """Run one command of a page, in this process: the engine's modules are loaded once."""
-    name, *args = shlex.split(command, comments=True)
-    if name == "rollout":
-        found = CliRunner().invoke(main, args, catch_exceptions=False)
-        assert found.exit_code == 0, f"{command}\n{found.output}"
-        return found.output
-    raise AssertionError(f"a page has the command {command!r}, which no test runs")
+def run_page(page: Path) -> dict[str, str]:
+    """Run a page from top to bottom; its Python blocks share their names.
 
-
-def run_page(page: Path) -> list[str]:
-    """Run a page from top to bottom; its Python blocks share their names."""
-    done = []
+    Returns:
+        What each command printed.
+    """
+    done: dict[str, str] = {}
     names: dict[str, object] = {}
     for block in blocks(page):
         if block.language == "python":
             exec(compile(block.text, str(page), "exec"), names)
-            done.append("python")
-        for command in commands(block):
-            if not command.startswith(ELSEWHERE):
-                run(command)
-                done.append(command)
+        done |= {command: run(command) for command in commands(block)}
     return done
 
 
@@ -115,10 +82,11 @@ def test_every_command_of_the_readme_and_the_docs_runs(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = run_page(README)
-    # what the pages look at is the README's run
-    assert sum(command.startswith("rollout ") for command in done) >= 3
+    # the README's job is the quickstart's, which is there already
+    assert "64 asked, 64 already there" in done[next(c for c in done if c.endswith("stopped"))]
+    assert "vllm==" in done[next(command for command in done if command.startswith("pip "))]
     for page in PAGES:
-        done += run_page(page)
+        done |= run_page(page)
     joined = " ".join(done)
     for name in main.commands:
         assert f"rollout {name}" in joined, name
@@ -127,6 +95,48 @@ def test_every_command_of_the_readme_and_the_docs_runs(
     assert shown["rewards"]["maximum"] <= 1.0
     assert (workplace / "out" / "rows.jsonl.gz").exists()
     assert "reverse-004" in capsys.readouterr().out
+    # three arms, one of each setting
+    table = done[next(command for command in done if "ablations.py" in command)]
+    assert len([line for line in table.splitlines() if line.startswith("| ")]) == 1 + 3
+    assert len(list((workplace / "out/reverse-text").glob("*/rounds.jsonl"))) == 2
+
+
+def test_a_command_that_nothing_runs_is_refused() -> None:
+    with pytest.raises(AssertionError, match="which no test runs"):
+        run("curl example.org")
+    with pytest.raises(AssertionError, match="in no bash block"):
+        commands(Block(language="", text="for i in 1 2; do\n  rollout inspect $i\ndone\n"))
+
+
+def test_commands_inside_of_sentences_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scripts start; what they measure takes minutes, and a GPU."""
+    pages = [README, *PAGES]
+    code = {found for p in pages for found in re.findall(r"`([^`\n]+)`", p.read_text())}
+    scripts = set()
+    for text in code:
+        first, *rest = text.split()
+        if first == "rollout":
+            assert rest[0] in main.commands, text
+        elif first == "make":
+            assert recipe(rest[0]), text
+        elif first == "pytest":
+            assert f'"{rest[1]}: ' in (ROOT / "pyproject.toml").read_text(), text
+        elif text.removeprefix("python ").startswith("jobs/") and ".py" in text:
+            scripts.add(text.removeprefix("python ").partition(":")[0])
+    started = 0
+    for script in sorted(scripts):
+        name, *words = script.split()
+        found = load_script(ROOT / name).get("main")
+        if isinstance(found, click.Command):
+            shown = CliRunner().invoke(found, [*words, "--help"])
+            assert shown.exit_code == 0, shown.output
+            started += 1
+        elif found is not None and "argparse" in (ROOT / name).read_text(encoding="utf-8"):
+            monkeypatch.setattr(sys, "argv", [name, *words, "--help"])
+            with pytest.raises(SystemExit, match="0"):
+                found()
+            started += 1
+    assert started >= 6
 
 
 def test_the_job_files_reference_is_up_to_date() -> None:

@@ -1,10 +1,15 @@
-"""What exact supports and centering are worth on the reverse-text task, with seeds and spreads.
+r"""What exact supports and centering are worth on the reverse-text task, with seeds and spreads.
 
 Every arm starts from the same model and differs in what is named; a table gives the mean held-out
 reward of each with the range over the seeds. Arms that differ by less than their ranges do not
 differ as far as this task can tell.
 
     python jobs/reverse_text/ablations.py --setting single --seeds 3 --output out/ablations
+
+A look at two arms in seconds, which says nothing yet of what they are worth:
+
+    python jobs/reverse_text/ablations.py --setting single --match "top_p 0.6: full support" \
+      --seeds 1 --rounds 1 --prompts 4 --held-out 16 --output out/look
 
 Settings:
     single      one dataset of the initial policy, 24 epochs over it; top_p .95, .8, .6
@@ -145,7 +150,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 )
 @click.option("--seeds", type=click.IntRange(min=1), default=3)
 @click.option("--first-seed", type=click.IntRange(min=0), default=0)
-@click.option("--match", default="", help="Only arms whose name holds this.")
+@click.option("--match", multiple=True, help="Only arms whose name holds this, or one of these.")
+@click.option("--rounds", type=click.IntRange(min=1), help="Instead of each arm's own.")
+@click.option("--prompts", type=click.IntRange(min=1), help="Instead of each arm's own.")
+@click.option("--held-out", type=click.IntRange(min=1), default=256, help="Words that measure.")
 @click.option("--tolerance", type=float, default=1e-3, help="Of a token's ratio after a reload.")
 @click.option("--generate-set", multiple=True, metavar="KEY=VALUE", help="Of generate.yaml.")
 @click.option("--replay-set", multiple=True, metavar="KEY=VALUE", help="Of replay.yaml.")
@@ -155,7 +163,10 @@ def main(
     settings: tuple[str, ...],
     seeds: int,
     first_seed: int,
-    match: str,
+    match: tuple[str, ...],
+    rounds: int | None,
+    prompts: int | None,
+    held_out: int,
     tolerance: float,
     generate_set: tuple[str, ...],
     replay_set: tuple[str, ...],
@@ -175,20 +186,23 @@ def main(
                     done = {
                         (line["setting"], line["arm"], line["seed"]) for line in read_lines(results)
                     }
-                    if match not in arm.name or (setting, arm.name, seed) in done:
+                    wanted = not match or any(part in arm.name for part in match)
+                    if not wanted or (setting, arm.name, seed) in done:
                         continue
                     sampling = "-".join(arm.generate).replace("=", "-")
-                    shared = f"initial-{sampling}-{arm.prompts}-seed-{seed}"
+                    num_rounds, num_prompts = rounds or arm.rounds, prompts or arm.prompts
+                    shared = f"initial-{sampling}-{num_prompts}-seed-{seed}"
                     plan = Plan(
                         model=model,
                         output=output / f"{setting}-{number:02d}-seed-{seed}",
                         first=output / shared,
                         seed=seed,
-                        rounds=arm.rounds,
+                        rounds=num_rounds,
                         sample_every=arm.sample_every,
                         reload_every=arm.reload_every,
-                        prompts=arm.prompts,
-                        measure_every=arm.rounds,
+                        prompts=num_prompts,
+                        held_out=held_out,
+                        measure_every=num_rounds,
                         keep_checkpoints=False,
                         tolerance=tolerance,
                         generate=(*generate_set, *arm.generate),

@@ -315,6 +315,7 @@ def set_environment() -> None:
 @click.option("--seed", type=int, default=0)
 @click.option("--rounds", type=click.IntRange(min=1), default=10)
 @click.option("--prompts", type=click.IntRange(min=1), default=128, help="Of each dataset.")
+@click.option("--held-out", type=click.IntRange(min=1), default=256, help="Words that measure.")
 @click.option("--sample-every", type=click.IntRange(min=0), default=1)
 @click.option("--reload-every", type=click.IntRange(min=1), default=1)
 @click.option("--tolerance", type=float, default=1e-3, help="Of a token's ratio after a reload.")
@@ -329,6 +330,7 @@ def main(
     seed: int,
     rounds: int,
     prompts: int,
+    held_out: int,
     sample_every: int,
     reload_every: int,
     tolerance: float,
@@ -351,6 +353,7 @@ def main(
         seed=seed,
         rounds=rounds,
         prompts=prompts,
+        held_out=held_out,
         sample_every=sample_every,
         reload_every=reload_every,
         tolerance=tolerance,
