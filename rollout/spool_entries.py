@@ -51,7 +51,8 @@ class HeldSegments:
         """Note a segment's final size; it goes as soon as nothing of it is needed."""
         with self._lock:
             self._sealed[segment] = size
-            self._drop_unneeded([segment])
+            unneeded = self._drop_unneeded([segment])
+        self._unlink(unneeded)
 
     def release(self, addresses: npt.NDArray[np.int64], counts: npt.NDArray[np.int32]) -> None:
         """Give up entries.
@@ -67,7 +68,8 @@ class HeldSegments:
                 left = self._needed.get(segment, 0) - int(size)
                 assert left >= 0, f"entries of segment {segment} are released twice"
                 self._needed[segment] = left
-            self._drop_unneeded(segments.tolist())
+            unneeded = self._drop_unneeded(segments.tolist())
+        self._unlink(unneeded)
 
     def sparse(self, share: float) -> list[int]:
         """Return the sealed segments of which less than a share of the bytes is needed."""
@@ -108,14 +110,20 @@ class HeldSegments:
         ends = np.cumsum(counts, dtype=np.int64)
         return (index << SEGMENT_BITS) + 8 * (ends - counts)
 
-    def _drop_unneeded(self, segments: list[int]) -> None:
+    def _drop_unneeded(self, segments: list[int]) -> list[int]:
+        """Forget those of the segments that can go; return them."""
+        unneeded = [s for s in segments if s in self._sealed and not self._needed.get(s, 0)]
+        for segment in unneeded:
+            del self._sealed[segment]
+            self._needed.pop(segment, None)
+        return unneeded
+
+    def _unlink(self, segments: list[int]) -> None:
+        # without the lock, since it takes long to free a large file's memory
         for segment in segments:
-            if segment in self._sealed and not self._needed.get(segment, 0):
-                del self._sealed[segment]
-                self._needed.pop(segment, None)
-                # the folder may be gone with the job
-                with contextlib.suppress(FileNotFoundError):
-                    (self.folder / segment_name(segment)).unlink()
+            # the folder may be gone with the job
+            with contextlib.suppress(FileNotFoundError):
+                (self.folder / segment_name(segment)).unlink()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
