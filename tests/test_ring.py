@@ -6,7 +6,6 @@ import os
 import resource
 import signal
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from rollout.capture.batch import BatchRows
 from rollout.capture.launch_graphs import LaunchGraphs
 from rollout.capture.request import GREEDY, KEPT, NONE, SKIP, TOP, CaptureSettings
 from rollout.capture.ring_process import take_steps
+from rollout.capture.shared_ring import SharedRing
 from rollout.spool import FLAG_LOST, FLAG_OVERFLOW, SpoolReader, StoredStep
 
 VOCAB = 50
@@ -56,7 +56,8 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LaunchGraphs, "run", lambda _self, _key, launch: launch())
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: None)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda _stream: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
 
 
@@ -223,6 +224,35 @@ def test_what_is_there_is_written_when_the_sampling_process_is_gone(
     assert [block.step for block in blocks] == [0, 1]
     for block in blocks:
         check_block(block, block.step)
+
+
+def test_request_ids_come_and_go(recorder: ring.RingRecorder) -> None:
+    """They are handed over where they change only: a step may not get those of another one."""
+    writer = recorder._ring
+    reader = SharedRing(os.dup(writer.file), writer.layout)
+    batches = [["a", "b"], ["a", "b"], ["b", "a"], ["b", "a"], ["b"], ["b", "c"], ["b", "c"], ["a"]]
+    for number, ids in enumerate(batches):
+        writer.put_rows(
+            number % 3,
+            step=number,
+            waited=0.5,
+            request_ids=list(ids),
+            positions=np.arange(len(ids), dtype=np.int32) + number,
+            kinds=np.full(len(ids), KEPT, np.int8),
+        )
+        found = reader.step(number % 3)
+        assert (found.step, found.request_ids, found.waited) == (number, ids, 0.5)
+        assert found.positions.tolist() == [number + i for i in range(len(ids))]
+    os.close(reader.file)
+    with pytest.raises(ValueError, match="bytes of request ids, expected 256 a row"):
+        writer.put_rows(
+            0,
+            step=0,
+            waited=0.0,
+            request_ids=["x" * 5000],
+            positions=np.zeros(1, np.int32),
+            kinds=np.zeros(1, np.int8),
+        )
 
 
 def test_the_layout_is_that_of_the_device(recorder: ring.RingRecorder) -> None:

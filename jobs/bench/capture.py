@@ -41,13 +41,15 @@ from capture_arms import (
     memory_disk,
     run_capture,
     run_stock,
-    step_milliseconds,
 )
+from capture_steps import step_milliseconds, switched_steps
 from random_model import SHAPE, SPREADS, resolved_job, set_weights, write_model
 
 from rollout.engine_args import engine_arguments
 from rollout.engine_start import LazyEngine
 from rollout.resolve import ResolvedJob
+
+_SWITCHED_TOKENS = 2048  # steps of the switched batch
 
 # vLLM's own records: what the engine and the requests need for each
 PEERS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
@@ -208,14 +210,26 @@ def main(
                     params if peer else None,
                 )
             if cuda and not peer:
-                times = step_milliseconds(engine, model, folder / f"{support}-timed", load)
-                print(
-                    f"{'':<28} ms a step, median (10-90 %): capture on the device "
-                    f"{spread_of(times.device)}, of a step of {spread_of(times.period)}; launching "
-                    f"thread {spread_of(times.launch)}, taking process {times.take:.3f} of CPU",
-                    flush=True,
-                )
+                _print_steps(engine, model, folder / f"{support}", load)
         engine.close()
+
+
+def _print_steps(engine: LazyEngine, model: Path, folder: Path, load: Load) -> None:
+    spool = Path(tempfile.mkdtemp(prefix="bench-spool-", dir=memory_disk()))
+    found = switched_steps(engine, spool, load, tokens=_SWITCHED_TOKENS)
+    ratios = [a / b for a, b in zip(found.without, found.recorded, strict=True)]
+    print(
+        f"{'':<28} steps of a full batch, switched in blocks: {spread_of(found.without)} ms "
+        f"without, {spread_of(found.recorded)} ms with the capture, speed {interval(ratios)} in "
+        f"{len(ratios)} pairs",
+        flush=True,
+    )
+    times = step_milliseconds(engine, model, folder.with_name(f"{folder.name}-timed"), load)
+    print(
+        f"{'':<28} ms a step, median (10-90 %): capture on the device {spread_of(times.device)}, "
+        f"launching thread {spread_of(times.launch)}, taking process {times.take:.3f} of CPU",
+        flush=True,
+    )
 
 
 def peer_engine(job: ResolvedJob, args: dict[str, Any]) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import tempfile
@@ -14,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
-import torch
 from random_model import prompt_ids, resolved_job
 
 from rollout.dataset import DatasetWriter
@@ -135,69 +133,8 @@ def run_stock(llm: Any, load: Load, **params: Any) -> Timing:
     return Timing(tokens=tokens, sampled=seconds, committed=seconds, cpu=cpu)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepTimes:
-    """Milliseconds of the recorded steps."""
-
-    device: list[float]
-    """The capture's own time on the device, by CUDA events around it."""
-    period: list[float]
-    """From one step's capture to the next one's, on the device."""
-    launch: list[float]
-    """The launching thread's time in the capture."""
-    take: float
-    """CPU time of the process that takes the steps, a step."""
-
-
-def step_milliseconds(engine: LazyEngine, model: Path, folder: Path, load: Load) -> StepTimes:
-    """Time the capture of single steps in one job."""
-    rpc = engine.get()._llm.collective_rpc
-    rpc(_set_timed, args=(True,))
-    run_capture(engine, model, folder, load)
-    replies = rpc(_set_timed, args=(False,))
-    return StepTimes(**next(reply for reply in replies if reply is not None))
-
-
-def _set_timed(worker: Any, on: bool) -> dict[str, Any] | None:
-    """In the worker: put events around every recorded step, or return what they say."""
-    core = worker._capture
-    if core is None:
-        return None
-    recorder = core.recorder
-    if on:
-        record, stop = recorder.record, recorder.stop
-        events, launch, take = [], [], []
-
-        def timed_record(*args: Any) -> None:
-            first, last = _event(), _event()
-            start = time.perf_counter()
-            first.record()
-            record(*args)
-            last.record()
-            launch.append(1e3 * (time.perf_counter() - start))
-            events.append((first, last))
-
-        def timed_stop() -> None:
-            if recorder._process is not None:
-                recorder.flush()
-                take.append(_cpu_milliseconds(recorder._process.pid))
-            stop()
-
-        worker._bench = (record, stop, events, launch, take)
-        recorder.record, recorder.stop = timed_record, timed_stop
-        return None
-    record, stop, events, launch, take = worker._bench
-    recorder.record, recorder.stop = record, stop
-    torch.cuda.synchronize()
-    return {
-        "device": [first.elapsed_time(last) for first, last in events],
-        "period": [a[0].elapsed_time(b[0]) for a, b in itertools.pairwise(events)],
-        "launch": launch,
-        "take": sum(take) / len(events),
-    }
-
-
-def _cpu_milliseconds(pid: int) -> float:
+def cpu_milliseconds(pid: int) -> float:
+    """Return the CPU time of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return 1e3 * (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -217,12 +154,8 @@ def cpu_seconds() -> dict[str, float]:
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
             name = next((n for n, part in _PROCESSES.items() if part in command), "engine")
             name = "job" if pid == os.getpid() else name
-            found[name] = found.get(name, 0.0) + _cpu_milliseconds(pid) / 1e3
+            found[name] = found.get(name, 0.0) + cpu_milliseconds(pid) / 1e3
     return found
-
-
-def _event() -> Any:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def check_data(folder: Path) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from rollout.capture.batch import BatchRows
-from rollout.capture.request import SKIP, CaptureSettings
+from rollout.capture.request import CaptureSettings
 from rollout.capture.ring import RingRecorder
 from rollout.kernels.support_capture import StepOutput, capture_step
 from rollout.spool import FLAG_OVERFLOW, SpoolWriter, StepBlock
@@ -103,7 +103,7 @@ class CaptureCore:
             sampled: [N] integer ids.
             rows: the N rows.
         """
-        if not self._recording or not np.any(rows.kinds != SKIP):
+        if not self._recording or not rows.kinds.any():  # SKIP is 0
             return
         self.recorder.record(self._steps, logits, sampled, rows)
         self._steps += 1

@@ -169,6 +169,7 @@ class RingRecorder:
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._ring.closing = self._ring.taking = 0
+        self._ring.forget_ids()
         self._ring.error = self._failed = None
         layout = json.dumps(self._ring.layout.record())
         command = [sys.executable, "-m", "rollout.capture.ring_process"]
@@ -247,20 +248,26 @@ class RingRecorder:
     ) -> None:
         n, slot = len(rows.kinds), self._slots[index]
         slot.host_number[0] = ready
-        slot.host_seeds[:n] = rows.seeds
-        slot.host_positions[:n] = rows.positions
         slot.host_kinds[:n] = rows.kinds
         # always as many rows as there may be, so that one graph serves every step
         slot.host_kinds[n:] = SKIP
+        if self._settings.draws:
+            slot.host_seeds[:n] = rows.seeds
+            slot.host_positions[:n] = rows.positions
         # copied, since vLLM goes on with the memory of its own
         slot.out.sampled_ids[:n].copy_(sampled.reshape(-1))
         # its logits lie at a few addresses, for which that would cost too much
         key = (index, logits.data_ptr(), logits.stride(0), logits.shape[1], logits.dtype)
         self._graphs.run(key, lambda: self._fill(slot, logits))
-        slot.filled.record()
-        with torch.cuda.stream(self._copy_stream):
-            self._copy_stream.wait_event(slot.filled)
+        launch_stream = torch.cuda.current_stream(self._device)
+        slot.filled.record(launch_stream)
+        self._copy_stream.wait_event(slot.filled)
+        # without the context manager, which costs as much as the launch
+        torch.cuda.set_stream(self._copy_stream)
+        try:
             self._graphs.run(index, lambda: self._copy(index))
+        finally:
+            torch.cuda.set_stream(launch_stream)
 
     def _fill(self, slot: _Slot, logits: torch.Tensor) -> None:
         slot.rows.copy_(slot.host_rows, non_blocking=True)

@@ -24,6 +24,8 @@ _ERROR_AT: Final = 2048
 _ERROR_BYTES: Final = _PAGE - _ERROR_AT
 _MAX_SLOTS: Final = (_ERROR_AT - _READY_AT) // 8
 _ID_BYTES: Final = 256  # of a row's request id, mostly
+_HEAD_BYTES: Final = 32  # of a step: its number, rows, bytes of ids, seconds waited
+_SAME_IDS: Final = -1  # in place of the bytes: the request ids are those of the step before
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +43,7 @@ class RingLayout:
     @property
     def rows_bytes(self) -> int:
         """Bytes for what the host knows of a step's rows."""
-        return _up(24 + self.max_rows * (4 + 1 + _ID_BYTES), _PAGE)
+        return _up(_HEAD_BYTES + self.max_rows * (4 + 1 + _ID_BYTES), _PAGE)
 
     @property
     def slot_bytes(self) -> int:
@@ -71,6 +73,21 @@ class RingStep:
     """The device's header, each field [max_rows, ...] (offsets: one more)."""
     entries: npt.NDArray[np.uint64]
     """[capacity]."""
+
+
+class _SlotRows:
+    """Views of what the host knows of a slot's rows; made once, since each step needs them."""
+
+    __slots__ = ("head", "ids", "kinds", "positions", "waited")
+
+    def __init__(self, memory: npt.NDArray[np.uint8], max_rows: int) -> None:
+        positions_end = _HEAD_BYTES + 4 * max_rows
+        kinds_end = positions_end + max_rows
+        self.head = memory[:24].view(np.int64)
+        self.waited = memory[24:_HEAD_BYTES].view(np.float64)
+        self.positions = memory[_HEAD_BYTES:positions_end].view(np.int32)
+        self.kinds = memory[positions_end:kinds_end].view(np.int8)
+        self.ids = memory[kinds_end:]
 
 
 class _Word:
@@ -122,6 +139,10 @@ class SharedRing:
             _READY_AT : _READY_AT + 8 * layout.slots
         ].view(np.int64)
         """[slots] number + 1 of the step that is there."""
+        self._rows = [
+            _SlotRows(self._rows_memory(slot), layout.max_rows) for slot in range(layout.slots)
+        ]
+        self._last_ids: list[str] | None = None
 
     @classmethod
     def create(cls, layout: RingLayout) -> SharedRing:
@@ -171,23 +192,34 @@ class SharedRing:
         Raises:
             ValueError: the request ids are too long.
         """
-        ids = "\n".join(request_ids).encode()
         n = len(request_ids)
-        rows = self._rows(slot)
-        if 24 + 5 * n + len(ids) > rows.size:
-            raise ValueError(f"{len(ids)} bytes of request ids, expected {_ID_BYTES} a row")
-        rows[:16].view(np.int64)[:] = (step, n | len(ids) << 32)
-        rows[16:24].view(np.float64)[0] = waited
-        rows[24 : 24 + 4 * n].view(np.int32)[:] = positions
-        rows[24 + 4 * n : 24 + 5 * n].view(np.int8)[:] = kinds
-        rows[24 + 5 * n : 24 + 5 * n + len(ids)] = np.frombuffer(ids, np.uint8)
+        rows = self._rows[slot]
+        id_bytes = _SAME_IDS
+        # they change when a request comes or goes, which most steps see none of
+        if request_ids != self._last_ids:
+            ids = "\n".join(request_ids).encode()
+            id_bytes = len(ids)
+            if id_bytes > rows.ids.size:
+                raise ValueError(f"{id_bytes} bytes of request ids, expected {_ID_BYTES} a row")
+            rows.ids[:id_bytes] = np.frombuffer(ids, np.uint8)
+            self._last_ids = request_ids
+        rows.head[:] = (step, n, id_bytes)
+        rows.waited[0] = waited
+        rows.positions[:n] = positions
+        rows.kinds[:n] = kinds
+
+    def forget_ids(self) -> None:
+        """Begin anew: the next step's request ids are given again."""
+        self._last_ids = None
 
     def step(self, slot: int) -> RingStep:
-        """Return what is in a slot."""
-        rows = self._rows(slot)
-        number, sizes = rows[:16].view(np.int64).tolist()
-        n, id_bytes = sizes & 0xFFFFFFFF, sizes >> 32
-        ids = bytes(rows[24 + 5 * n : 24 + 5 * n + id_bytes]).decode()
+        """Return what is in a slot; each step once and in order."""
+        rows = self._rows[slot]
+        number, n, id_bytes = rows.head.tolist()
+        if id_bytes != _SAME_IDS:
+            ids = bytes(rows.ids[:id_bytes]).decode()
+            self._last_ids = ids.split("\n") if n else []
+        assert self._last_ids is not None
         header = self.header(slot)
         fields: dict[str, npt.NDArray[Any]] = {}
         for name, (start, dtype, shape) in self.layout.header.items():
@@ -195,15 +227,15 @@ class SharedRing:
             fields[name] = header[start : start + size].view(dtype).reshape(shape)
         return RingStep(
             step=number,
-            waited=float(rows[16:24].view(np.float64)[0]),
-            request_ids=ids.split("\n") if n else [],
-            positions=rows[24 : 24 + 4 * n].view(np.int32),
-            kinds=rows[24 + 4 * n : 24 + 5 * n].view(np.int8),
+            waited=float(rows.waited[0]),
+            request_ids=self._last_ids,
+            positions=rows.positions[:n],
+            kinds=rows.kinds[:n],
             header=fields,
             entries=self.entries(slot).view(np.uint64),
         )
 
-    def _rows(self, slot: int) -> npt.NDArray[np.uint8]:
+    def _rows_memory(self, slot: int) -> npt.NDArray[np.uint8]:
         start = _PAGE + slot * self.layout.slot_bytes + _up(self.layout.header_bytes, _PAGE)
         return self.memory[start : start + self.layout.rows_bytes]
 

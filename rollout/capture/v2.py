@@ -44,9 +44,9 @@ class V2Adapter:
         self._kinds = np.zeros(slots, np.int8)
         self._seeds = np.zeros(slots, np.int64)
         self.logits_dtype: str | None = None
-        for name in _FUSED:
-            if hasattr(sampler, name):
-                setattr(sampler, name, False)
+        self._fused = [name for name in _FUSED if hasattr(sampler, name)]
+        for name in self._fused:
+            setattr(sampler, name, False)
         self._stock_add_request = sampler.add_request
         self._stock_sample = sampler.sample
         self._stock_runner_sample = runner.sample
@@ -72,9 +72,11 @@ class V2Adapter:
         sampled, masked = self._stock_sample(*args, **kwargs)
         # vLLM's warm-up calls the sampler without a batch of requests
         if self.on_step is not None and self._batch is not None:
-            self.logits_dtype = str(logits.dtype).removeprefix("torch.")
+            if self.logits_dtype is None:
+                self.logits_dtype = str(logits.dtype).removeprefix("torch.")
             # a fused sampler would have drawn from logits without the mask: no silent wrong capture
-            assert not any(getattr(self._sampler, name, False) for name in _FUSED)
+            for name in self._fused:
+                assert not getattr(self._sampler, name)
             self.on_step(masked, sampled, self._rows(self._batch))
         return sampled, masked
 
@@ -82,10 +84,12 @@ class V2Adapter:
         slots = batch.idx_mapping_np
         lengths = batch.num_computed_tokens_np + batch.num_scheduled_tokens
         kinds = self._kinds[slots]
-        kinds[lengths < batch.prefill_len_np] = SKIP  # a prefill that goes on samples nothing
+        # a prefill that goes on samples nothing
+        np.putmask(kinds, lengths < batch.prefill_len_np, SKIP)
+        positions = lengths - self._runner.req_states.prompt_len.np[slots]
         return BatchRows(
             request_ids=list(batch.req_ids),
-            positions=(lengths - self._runner.req_states.prompt_len.np[slots]).astype(np.int32),
+            positions=positions.astype(np.int32, copy=False),
             kinds=kinds,
             seeds=self._seeds[slots],
         )

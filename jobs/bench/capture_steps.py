@@ -1,0 +1,172 @@
+"""What the capture adds to single steps of the engine: full batches that only decode."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from capture_arms import Load, cpu_milliseconds, run_capture
+from random_model import prompt_ids
+
+from rollout.capture.request import KEPT, NONE, TOP, extra_args
+from rollout.engine_start import LazyEngine
+from rollout.spool import SpoolReader
+
+BLOCK = 10  # steps between switches
+SETTLED = 3  # steps after a switch that are not counted: the engine runs ahead
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTimes:
+    """Milliseconds of the recorded steps."""
+
+    device: list[float]
+    """The capture's own time on the device, by CUDA events around it."""
+    launch: list[float]
+    """The launching thread's time in the capture."""
+    take: float
+    """CPU time of the process that takes the steps, a step."""
+
+
+def step_milliseconds(engine: LazyEngine, model: Path, folder: Path, load: Load) -> StepTimes:
+    """Time the capture of single steps in one job."""
+    rpc = engine.get()._llm.collective_rpc
+    rpc(_set_timed, args=(True,))
+    run_capture(engine, model, folder, load)
+    replies = rpc(_set_timed, args=(False,))
+    return StepTimes(**next(reply for reply in replies if reply is not None))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Switched:
+    """Mean milliseconds of a step in blocks of steps, neighbours of each other."""
+
+    without: list[float]
+    recorded: list[float]
+
+
+def switched_steps(engine: LazyEngine, folder: Path, load: Load, *, tokens: int) -> Switched:
+    """Sample one full batch, the capture switched on and off every few steps.
+
+    Nothing drifts in the time of a few steps, so that a per cent shows where whole jobs one after
+    the other differ by ten.
+
+    Args:
+        engine: the engine, of vLLM's V2 runner.
+        folder: for the spool, which is read and dropped.
+        load: as for whole jobs; its requests' number and lengths do not matter.
+        tokens: tokens of each of the requests, as many as run at once.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    llm = engine.get()._llm
+    sampling = load.sampling
+    truncated = sampling["top_p"] < 1.0 or sampling["top_k"] > 0
+    kind = KEPT if truncated else TOP if load.capture.get("top", 128) else NONE
+    params = SamplingParams(
+        max_tokens=tokens,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args=extra_args(kind, 0),
+        **sampling,
+    )
+    engine.get().start_capture(str(folder))
+    llm.collective_rpc(_set_switched, args=(True,))
+    core, rows = llm.llm_engine, engine.get().max_num_seqs
+    for index in range(rows):
+        prompt = {"prompt_token_ids": prompt_ids(index)}
+        core.add_request(f"switched-{index}", prompt, params)
+    reader, left = SpoolReader(folder), rows
+    while left:
+        left -= sum(output.finished for output in core.step())
+        for _ in reader.poll():
+            pass  # a segment of which nothing is held goes
+    replies = llm.collective_rpc(_set_switched, args=(False,))
+    engine.get().stop_capture()
+    reader.close()
+    starts, counts = next(reply for reply in replies if reply is not None)
+    blocks = []
+    for first in range(0, len(starts) - BLOCK, BLOCK):
+        if min(counts[first : first + BLOCK + 1]) == rows:
+            times = np.diff(starts[first + SETTLED : first + BLOCK + 1])
+            blocks.append((first // BLOCK % 2 == 0, 1e3 * float(times.mean())))
+    pairs = [
+        sorted((first, second))
+        for first, second in zip(blocks[::2], blocks[1::2], strict=False)
+        if first[0] != second[0]
+    ]
+    return Switched(
+        without=[times[0][1] for times in pairs], recorded=[times[1][1] for times in pairs]
+    )
+
+
+def _set_switched(worker: Any, on: bool) -> tuple[list[float], list[int]] | None:
+    """In the worker: record every other block of steps, or return when steps began, and rows."""
+    adapter = worker._adapter
+    if adapter is None:
+        return None
+    runner = worker.model_runner
+    if on:
+        inner, on_step = runner.sample, adapter.on_step
+        starts: list[float] = []
+        counts: list[int] = []
+
+        def sample(hidden_states: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+            adapter.on_step = on_step if len(starts) // BLOCK % 2 == 0 else None
+            starts.append(time.perf_counter())
+            counts.append(len(batch.req_ids))
+            return inner(hidden_states, batch, *args, **kwargs)
+
+        worker._bench = (inner, starts, counts)
+        runner.sample = sample
+        return None
+    runner.sample, starts, counts = worker._bench
+    return starts, counts
+
+
+def _set_timed(worker: Any, on: bool) -> dict[str, Any] | None:
+    """In the worker: put events around every recorded step, or return what they say."""
+    core = worker._capture
+    if core is None:
+        return None
+    recorder = core.recorder
+    if on:
+        record, stop = recorder.record, recorder.stop
+        events, launch, take = [], [], []
+
+        def timed_record(*args: Any) -> None:
+            first, last = _event(), _event()
+            first.record()
+            start = time.perf_counter()
+            record(*args)
+            launch.append(1e3 * (time.perf_counter() - start))
+            last.record()
+            events.append((first, last))
+
+        def timed_stop() -> None:
+            if recorder._process is not None:
+                recorder.flush()
+                take.append(cpu_milliseconds(recorder._process.pid))
+            stop()
+
+        worker._bench = (record, stop, events, launch, take)
+        recorder.record, recorder.stop = timed_record, timed_stop
+        return None
+    record, stop, events, launch, take = worker._bench
+    recorder.record, recorder.stop = record, stop
+    torch.cuda.synchronize()
+    return {
+        "device": [first.elapsed_time(last) for first, last in events],
+        "launch": launch,
+        "take": sum(take) / len(events),
+    }
+
+
+def _event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
