@@ -166,8 +166,6 @@ class PlanEntry:
     prompt_key: str
     prompt_id: str
     unit: str
-    digest: str
-    """Digest of the prompt's content."""
 
 
 def check_row(row: RolloutRow) -> None:
@@ -263,9 +261,9 @@ def _check_support(row: RolloutRow) -> None:
         where = int(np.argmin(lengths))
         raise BadRowError("empty_support", f"token {where} of a kept support has no entry")
     ids, logprobs = unpack_entries(entries)
-    rows = np.repeat(np.arange(tokens), lengths)
-    at = np.flatnonzero(ids == row.token_ids[rows])
-    found = np.bincount(rows[at], minlength=tokens)
+    at = np.flatnonzero(ids == np.repeat(row.token_ids, lengths))
+    rows = np.searchsorted(offsets, at, side="right") - 1  # the token of each
+    found = np.bincount(rows, minlength=tokens)
     wrong = (found != 1) if kept else (found > 1)
     if wrong.any():
         where = int(np.argmax(wrong))
@@ -275,10 +273,10 @@ def _check_support(row: RolloutRow) -> None:
             f"{int(found[where])} times",
         )
     # adding 0 turns -0.0 into the +0.0 that entries hold
-    sampled = (row.sampled_logprobs[rows[at]] + np.float32(0)).view(np.uint32)
+    sampled = (row.sampled_logprobs[rows] + np.float32(0)).view(np.uint32)
     differs = sampled != logprobs[at].view(np.uint32)
     if differs.any():
-        where = int(rows[at][np.argmax(differs)])
+        where = int(rows[np.argmax(differs)])
         raise BadRowError(
             "sampled_logprob_mismatch",
             f"token {where}: sampled_logprobs says {row.sampled_logprobs[where]}, "

@@ -124,11 +124,7 @@ def canonical_order(
     """
     if entries.size < 2:
         return entries
-    ascending = entries[1:] >= entries[:-1]
-    borders = offsets[1:-1]
-    # the step into a new row may fall
-    ascending[borders[(borders > 0) & (borders < entries.size)] - 1] = True
-    if ascending.all():
+    if _is_ordered(entries, offsets):
         return entries
     out = entries if in_place else entries.copy()
     starts, lengths = offsets[:-1], np.diff(offsets)
@@ -141,3 +137,16 @@ def canonical_order(
     for start, length in zip(starts[long].tolist(), lengths[long].tolist(), strict=True):
         out[start : start + length].sort()
     return out
+
+
+def _is_ordered(entries: NDArray[np.uint64], offsets: NDArray[np.int64]) -> bool:
+    # in pieces, since what is in no order shows that in the first
+    for start in range(0, entries.size - 1, _PIECE):
+        piece = entries[start : start + _PIECE + 1]
+        ascending = piece[1:] >= piece[:-1]
+        # the step into a new row may fall
+        first, last = np.searchsorted(offsets, (start + 1, start + piece.size))
+        ascending[offsets[first:last] - start - 1] = True
+        if not ascending.all():
+            return False
+    return True

@@ -122,3 +122,16 @@ def test_canonical_order_with_empty_rows(lengths: list[int]) -> None:
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     entries = np.array([entry for row in rows for entry in row], np.uint64)
     assert canonical_order(entries, offsets).tolist() == [e for row in rows for e in sorted(row)]
+
+
+@pytest.mark.parametrize("border", [-1, 0, 1])
+def test_order_is_seen_across_the_pieces_it_is_looked_at_in(border: int) -> None:
+    """A row that falls only from one piece to the next is sorted; two rows there are left alone."""
+    piece = 1 << 15
+    entries = np.arange(2 * piece + 5, dtype=np.uint64)
+    cut = piece + border
+    entries[:cut] += np.uint64(10 * piece)
+    two = np.array([0, cut, entries.size], np.int64)
+    assert canonical_order(entries, two) is entries
+    one = np.array([0, entries.size], np.int64)
+    assert canonical_order(entries, one).tolist() == sorted(entries.tolist())
