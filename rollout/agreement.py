@@ -224,14 +224,14 @@ def _chunks(view: DatasetView, budget: int, max_rollouts: int) -> Iterator[list[
 def _rows(view: DatasetView) -> Iterator[RolloutRow]:
     """Read rollouts in the records' order, whatever their rewards; lists are views."""
     for record in view.shards:
-        keys = iter(record.keys)
+        keys = iter(record.row_prompts)
         with view.open_shard(record) as shard:
             for index in range(shard.num_row_groups):
                 table = shard.read_row_group(index, columns=list(_COLUMNS)).combine_chunks()
                 for i in range(table.num_rows):
                     cells = {name: table[name][i] for name in _COLUMNS}
                     fields = {name: _value(cell) for name, cell in cells.items()}
-                    yield RolloutRow(prompt_key=next(keys)[0], **fields)
+                    yield RolloutRow(prompt_key=next(keys), **fields)
 
 
 def _value(cell: Any) -> Any:

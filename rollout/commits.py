@@ -23,7 +23,7 @@ def find_record(storage: Storage) -> DatasetRecord | None:
     """Read what made the dataset; None where there is none.
 
     Raises:
-        DatasetError: the record is damaged or of a newer format.
+        DatasetError: the record is damaged or of another format version.
     """
     try:
         return DatasetRecord.from_json(storage.read_bytes(layout.DATASET_FILE))
@@ -38,25 +38,19 @@ def read_commit(storage: Storage, name: str) -> CommitRecord:
 
     Raises:
         FileNotFoundError: the part is not committed.
-        DatasetError: the record is damaged or of a newer format.
+        DatasetError: the record is damaged or of another format version.
     """
     return parse_commit(storage, name, storage.read_bytes(name))
 
 
-def read_commits(storage: Storage) -> list[CommitRecord]:
-    """Read every commit record; see `iter_commits`.
-
-    Raises:
-        DatasetError: see `iter_commits`.
-    """
-    return list(iter_commits(storage))
-
-
-def iter_commits(storage: Storage) -> Iterator[CommitRecord]:
+def iter_commits(storage: Storage) -> Iterator[tuple[CommitRecord, int]]:
     """Read the commit records one by one, by unit and part, with no part left out.
 
+    Yields:
+        Each record with the bytes of its file.
+
     Raises:
-        DatasetError: a record is missing, damaged or of a newer format.
+        DatasetError: a record is missing, damaged or of another format version.
     """
     for name, data in read_ahead(storage, commit_names(storage)):
         if isinstance(data, FileNotFoundError):
@@ -66,7 +60,7 @@ def iter_commits(storage: Storage) -> Iterator[CommitRecord]:
             ) from data
         if isinstance(data, Exception):
             raise data
-        yield parse_commit(storage, name, data)
+        yield parse_commit(storage, name, data), len(data)
 
 
 def commit_names(storage: Storage) -> list[str]:
@@ -118,10 +112,10 @@ def parse_commit(storage: Storage, name: str, data: bytes) -> CommitRecord:
     """Parse a commit record.
 
     Raises:
-        DatasetError: it is damaged or of a newer format.
+        DatasetError: it is damaged or of another format version.
     """
     try:
-        return CommitRecord.from_json(data)
+        return CommitRecord.from_bytes(data)
     except RecordError as error:
         raise DatasetError(f"{storage.url}/{name}: {error}") from error
 
@@ -135,7 +129,7 @@ def dataset_exists(storage: Storage, record: DatasetRecord) -> bool:
 
     Raises:
         OutputError: the folder holds another run, or files of one without its record.
-        DatasetError: what is there is damaged or of a newer format.
+        DatasetError: what is there is damaged or of another format version.
     """
     found = find_record(storage)
     if found is None:

@@ -14,6 +14,7 @@ import itertools
 import logging
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -26,7 +27,7 @@ from rollout.local_files import scratch_file
 from rollout.part_work import WriteShard, write_verified
 from rollout.rows import PlanEntry, Rejection, RolloutRow
 from rollout.schema import layout
-from rollout.schema.records import CommitRecord, DatasetRecord, GroupRange
+from rollout.schema.records import CommitRecord, DatasetRecord
 from rollout.shard import ROW_GROUP_BYTES, ShardInfo
 from rollout.sidecars import plan_bytes, read_plan_units, rejected_bytes
 from rollout.storage import Storage
@@ -93,7 +94,7 @@ class DatasetWriter:
         if found is None:
             raise OutputError(f"output {storage.url}: {layout.DATASET_FILE} came and went")
         writer = cls(storage, found, scratch, row_group_bytes)
-        for commit in iter_commits(storage):
+        for commit, _ in iter_commits(storage):
             writer._apply(commit)
         writer._read_new_plan()
         return writer
@@ -161,7 +162,7 @@ class DatasetWriter:
         """Commit rollouts and rejections of one unit as its next part.
 
         Rows whose key is committed already are left out, so are rejections of committed rollouts
-        and of prompts that are recorded as rejected. Rows are written by group in order of first
+        and of prompts that are recorded as rejected. Rows are written by prompt in order of first
         appearance, then by sample_index. The call is durable when it returns.
 
         Args:
@@ -192,8 +193,8 @@ class DatasetWriter:
                 refused = self._new_rejections(rejected, {row.key for row in left})
             if not left and not refused:
                 return None
-            record = self._upload(unit, part, _by_group(left), refused, write)
-            if self.storage.create_exclusive(layout.commit_name(unit, part), record.to_json()):
+            record = self._upload(unit, part, _by_prompt(left), refused, write)
+            if self.storage.create_exclusive(layout.commit_name(unit, part), record.to_bytes()):
                 self._apply(record)
                 return record
             # another writer took the part: its file stands, ours is an orphan
@@ -281,10 +282,9 @@ class DatasetWriter:
             tokens=info.tokens,
             entries=info.entries,
             max_token_id=info.max_token_id,
-            keys=tuple(row.key for row in rows),
+            **_row_columns(rows),
             row_groups=info.row_groups,
             footer_blake3=info.footer_blake3,
-            groups=_group_ranges(rows),
             rejected_file=rejected_file,
             rejected_rows=len(rejected),
             rejected_keys=tuple(item.key for item in rejected),
@@ -316,7 +316,7 @@ class DatasetWriter:
                 return known[part]
             void = self._upload(unit, len(known), [], [], write_verified)
             name = layout.commit_name(unit, void.part)
-            if self.storage.create_exclusive(name, void.to_json()):
+            if self.storage.create_exclusive(name, void.to_bytes()):
                 self._apply(void)
 
     def _catch_up(self, unit: str) -> None:
@@ -351,20 +351,18 @@ class DatasetWriter:
                 self._next_plan += 1
 
 
-def _by_group(rows: list[RolloutRow]) -> list[RolloutRow]:
+def _by_prompt(rows: list[RolloutRow]) -> list[RolloutRow]:
     order: dict[str, int] = {}
     for row in rows:
-        order.setdefault(row.group_id, len(order))
-    return sorted(rows, key=lambda row: (order[row.group_id], row.sample_index))
+        order.setdefault(row.prompt_key, len(order))
+    return sorted(rows, key=lambda row: (order[row.prompt_key], row.sample_index))
 
 
-def _group_ranges(rows: list[RolloutRow]) -> tuple[GroupRange, ...]:
-    counts: dict[str, int] = {}
-    for row in rows:
-        counts[row.group_id] = counts.get(row.group_id, 0) + 1
-    ranges = []
-    first = 0
-    for group_id, count in counts.items():
-        ranges.append(GroupRange(group_id=group_id, first_row=first, num_rows=count))
-        first += count
-    return tuple(ranges)
+def _row_columns(rows: list[RolloutRow]) -> dict[str, Any]:
+    """What a commit record says of rows that are sorted by prompt."""
+    counts = Counter(row.prompt_key for row in rows)
+    return {
+        "prompt_keys": tuple(counts),
+        "prompt_rows": tuple(counts.values()),
+        "sample_indices": tuple(row.sample_index for row in rows),
+    }

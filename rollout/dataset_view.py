@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Final
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollout.commits import find_record, read_ahead, read_commits
+from rollout.commits import find_record, iter_commits, read_ahead
 from rollout.errors import DatasetError
 from rollout.rows import PlanEntry, Rejection
 from rollout.schema import layout
 from rollout.schema.records import CommitRecord, DatasetRecord
+from rollout.schema.sidecars import PLAN_SCHEMA
 from rollout.shard import open_shard, verify_shard
-from rollout.sidecars import read_plan, read_rejected
+from rollout.sidecars import read_plan, read_plan_columns, read_rejected
 from rollout.storage import Storage
+
+PLAN_IDS: Final = ["prompt_key", "prompt_id"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +32,8 @@ class DatasetView:
     record: DatasetRecord
     commits: tuple[CommitRecord, ...]
     """By unit and part; some hold rejections only, or nothing."""
+    record_bytes: int
+    """Bytes of the files that the commit records were read from."""
 
     @cached_property
     def covered(self) -> frozenset[tuple[str, int]]:
@@ -40,18 +48,29 @@ class DatasetView:
         for name, data in zip(names, self._read_all(names), strict=True):
             for item in read_rejected(data, name):
                 last[item.key] = item
-        if not last:
-            return ()
-        sampled = {key for key, _ in self.covered}
+        sampled = self.samples_of({item.prompt_key for item in last.values()})
         return tuple(
             item
             for item in last.values()
             if (
                 item.prompt_key not in sampled
                 if item.sample_index is None
-                else (item.prompt_key, item.sample_index) not in self.covered
+                else item.sample_index not in sampled.get(item.prompt_key, ())
             )
         )
+
+    def samples_of(self, prompt_keys: Set[str]) -> dict[str, set[int]]:
+        """Find the committed samples of some prompts; those without any are left out."""
+        found: dict[str, set[int]] = {}
+        for record in self.commits:
+            if prompt_keys.isdisjoint(record.prompt_keys):
+                continue
+            for group in record.groups:
+                if group.prompt_key in prompt_keys:
+                    end = group.first_row + group.num_rows
+                    samples = record.sample_indices[group.first_row : end]
+                    found.setdefault(group.prompt_key, set()).update(samples)
+        return found
 
     @property
     def shards(self) -> tuple[CommitRecord, ...]:
@@ -62,15 +81,31 @@ class DatasetView:
     def plan(self) -> tuple[PlanEntry, ...]:
         """Every planned prompt, in the plan's order."""
         entries: dict[str, PlanEntry] = {}
+        for name, data in self._plan_files.items():
+            for entry in read_plan(data, name):
+                entries.setdefault(entry.prompt_key, entry)
+        return tuple(entries.values())
+
+    @cached_property
+    def plan_ids(self) -> pa.Table:
+        """prompt_key and prompt_id of every planned prompt, in the plan's order."""
+        files = self._plan_files.items()
+        tables = [read_plan_columns(data, name, PLAN_IDS) for name, data in files]
+        return pa.concat_tables(tables or [PLAN_SCHEMA.empty_table().select(PLAN_IDS)])
+
+    @property
+    def plan_bytes(self) -> int:
+        """Bytes of the plan's files."""
+        return sum(map(len, self._plan_files.values()))
+
+    @cached_property
+    def _plan_files(self) -> dict[str, bytes]:
         names = [
             f"{layout.PLAN_FOLDER}/{base}"
             for base in self.storage.list(layout.PLAN_FOLDER)
             if layout.parse_plan(base) is not None
         ]
-        for name, data in zip(names, self._read_all(names), strict=True):
-            for entry in read_plan(data, name):
-                entries.setdefault(entry.prompt_key, entry)
-        return tuple(entries.values())
+        return dict(zip(names, self._read_all(names), strict=True))
 
     def _read_all(self, names: list[str]) -> list[bytes]:
         """Read small files side by side, each of which has to be there."""
@@ -125,4 +160,8 @@ def read_dataset(storage: Storage) -> DatasetView:
         raise DatasetError(
             f"{storage.url} is not a dataset: there is no {layout.DATASET_FILE} in it"
         )
-    return DatasetView(storage=storage, record=record, commits=tuple(read_commits(storage)))
+    commits, sizes = [], 0
+    for commit, size in iter_commits(storage):
+        commits.append(commit)
+        sizes += size
+    return DatasetView(storage=storage, record=record, commits=tuple(commits), record_bytes=sizes)

@@ -164,7 +164,8 @@ def find_prompt(view: DatasetView, name: str) -> tuple[str, str]:
     Raises:
         DatasetError: no prompt has this name, or several do.
     """
-    ids = {entry.prompt_key: entry.prompt_id for entry in view.plan}
+    plan = view.plan_ids
+    ids = dict(zip(plan["prompt_key"].to_pylist(), plan["prompt_id"].to_pylist(), strict=True))
     for item in view.rejected:
         ids.setdefault(item.prompt_key, item.prompt_id or item.prompt_key)
     found = [key for key, prompt_id in ids.items() if prompt_id == name]
@@ -196,7 +197,7 @@ def show_prompt(view: DatasetView, name: str, text: TokenText) -> PromptView:
             rows = list(_read_rows(view, record, indices, _SAMPLE_COLUMNS))
         except DatasetError as error:
             for index in indices:
-                sample = record.keys[index][1]
+                sample = record.sample_indices[index]
                 lines[sample] = SampleLine(sample_index=sample, status="unreadable", why=str(error))
             continue
         for row in rows:
@@ -244,7 +245,7 @@ def show_sample(
     """
     prompt_id, key = find_prompt(view, name)
     for record, indices in _parts_of(view, key):
-        wanted = [index for index in indices if record.keys[index][1] == sample]
+        wanted = [index for index in indices if record.sample_indices[index] == sample]
         if not wanted:
             continue
         columns = [field.name for field in SCHEMA if field.name != "draw_entries"]
@@ -269,9 +270,10 @@ def _asked_for(view: DatasetView) -> int:
 def _parts_of(view: DatasetView, key: str) -> Iterator[tuple[CommitRecord, list[int]]]:
     """The parts that hold rollouts of a prompt, and at which rows."""
     for record in view.shards:
-        indices = [index for index, (own, _) in enumerate(record.keys) if own == key]
-        if indices:
-            yield record, indices
+        if key not in record.prompt_keys:
+            continue
+        group = record.groups[record.prompt_keys.index(key)]
+        yield record, list(range(group.first_row, group.first_row + group.num_rows))
 
 
 def _read_rows(

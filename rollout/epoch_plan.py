@@ -42,7 +42,7 @@ class Piece:
 class PlannedGroup:
     """One prompt's rollouts, wherever they were committed."""
 
-    group_id: str
+    prompt_key: str
     pieces: tuple[Piece, ...]
     block: Block
     """The shard and the row group where the group starts."""
@@ -94,17 +94,17 @@ def plan_groups(
             piece = Piece(
                 shard=first_shard + index, first_row=group.first_row, num_rows=group.num_rows
             )
-            pieces.setdefault(group.group_id, []).append(piece)
+            pieces.setdefault(group.prompt_key, []).append(piece)
     ends = [np.cumsum([group.rows for group in record.row_groups]) for record in shards]
     groups = []
-    for group_id, found in pieces.items():
+    for prompt_key, found in pieces.items():
         first = found[0]
         row_group = int(
             np.searchsorted(ends[first.shard - first_shard], first.first_row, side="right")
         )
         groups.append(
             PlannedGroup(
-                group_id=group_id,
+                prompt_key=prompt_key,
                 pieces=tuple(found),
                 block=(first.shard, row_group),
                 dataset=dataset,

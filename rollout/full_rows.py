@@ -23,12 +23,11 @@ def read_full_rows(view: DatasetView, record: CommitRecord) -> Iterator[RolloutR
     Raises:
         DatasetError: the shard is missing or damaged, or is not the one of its record.
     """
-    keys = iter(record.keys)
+    keys = iter(record.row_prompts)
     for table in read_tables(view, record, _COLUMNS):
         for index in range(table.num_rows):
             values = {name: _value(table[name][index]) for name in _COLUMNS}
-            key, _ = next(keys)
-            yield RolloutRow(prompt_key=key, **values)
+            yield RolloutRow(prompt_key=next(keys), **values)
 
 
 def read_tables(

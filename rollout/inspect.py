@@ -7,18 +7,18 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
 from rollout.agreement_file import read_agreement
+from rollout.completeness import count_completeness
 from rollout.dataset import DatasetView, read_dataset
 from rollout.inspect_text import format_report
 from rollout.report import InspectReport
 from rollout.schema import layout
-from rollout.shard_scan import ShardScan
+from rollout.shard_scan import ShardScan, sample_bytes
 from rollout.storage import Storage
 from rollout.tallies import COLUMNS, Tallies
 
@@ -34,9 +34,8 @@ def inspect_dataset(
 ) -> InspectReport:
     """Count what a dataset holds and what it lacks; also while a job is writing it.
 
-    A planned prompt asks for the `group_size` of its rollouts, or, where it was not read, for the n
-    of the job that made the dataset (1 where no job is recorded). Completeness comes from the
-    records alone. A shard that is missing or damaged is named, and everything else is counted.
+    Completeness comes from the records alone: see `count_completeness`. A shard that is missing or
+    damaged is named, and everything else is counted.
 
     Args:
         path: The dataset's folder, a local path or an fsspec URL.
@@ -72,7 +71,9 @@ def inspect_view(view: DatasetView, path: str | Path, *, full: bool) -> InspectR
     """Count what an opened dataset holds: see `inspect_dataset`."""
     storage = view.storage
     tallies = Tallies()
-    scan = ShardScan(view, COLUMNS, full=full)
+    scan = ShardScan(
+        view, COLUMNS, full=full, max_bytes=sample_bytes(view.record_bytes + view.plan_bytes)
+    )
     for _, frame in scan.frames():
         tallies.add(frame)
     rollouts = tallies.rollouts()
@@ -100,7 +101,7 @@ def inspect_view(view: DatasetView, path: str | Path, *, full: bool) -> InspectR
         data_bytes=sum(record.size for record in view.shards),
         orphans=scan.orphans,
         bad_shards=tuple(sorted(scan.bad, key=lambda bad: bad.file)),
-        **_completeness(view, rollouts),
+        **count_completeness(view, rollouts),
         rejections=_rejections(view),
         rejected=view.rejected,
         rollouts_read=tallies.rows,
@@ -120,39 +121,6 @@ def inspect_view(view: DatasetView, path: str | Path, *, full: bool) -> InspectR
         agreement=read_agreement(storage),
         polars_line=_polars_line(storage, path) if view.shards else None,
     )
-
-
-def _completeness(view: DatasetView, rollouts: pl.DataFrame | None) -> dict[str, int]:
-    whole = {item.prompt_key for item in view.rejected if item.sample_index is None}
-    single = Counter(
-        item.prompt_key
-        for item in view.rejected
-        if item.sample_index is not None and item.prompt_key not in whole
-    )
-    committed = Counter(map(itemgetter(0), view.covered))
-    sizes: dict[str, int] = {}
-    if rollouts is not None:
-        largest = rollouts.group_by("prompt_key").agg(pl.col("group_size").max())
-        sizes = dict(largest.iter_rows())
-    default = _find(view.record.provenance, "job", "sampling", "n")
-    default = default if isinstance(default, int) else 1
-    planned = {entry.prompt_key for entry in view.plan} | committed.keys()
-    wanted = {
-        # fewer than there are is never asked for: n may have been lowered between two runs
-        key: max(sizes.get(key, default), committed[key] + single[key])
-        for key in planned - whole
-    }
-    complete = sum(committed[key] == number for key, number in wanted.items())
-    return {
-        "prompts_planned": len(planned),
-        "prompts_complete": complete,
-        "prompts_started": len(committed) - complete,
-        "prompts_rejected": len(whole),
-        "rollouts_planned": sum(wanted.values()),
-        "rollouts_committed": committed.total(),
-        "rollouts_rejected": single.total(),
-        "rollouts_missing": sum(wanted.values()) - committed.total() - single.total(),
-    }
 
 
 def _rejections(view: DatasetView) -> tuple[tuple[str, str, int], ...]:

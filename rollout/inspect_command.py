@@ -12,7 +12,7 @@ from rollout.dataset import read_dataset
 from rollout.drill import show_prompt, show_sample
 from rollout.drill_text import format_prompt, format_sample, format_token
 from rollout.errors import ConfigError
-from rollout.inspect import inspect_view
+from rollout.inspect import inspect_dataset
 from rollout.inspect_text import WIDTH, format_report
 from rollout.report import INSPECT_VERSION
 from rollout.storage import Storage
@@ -43,10 +43,10 @@ def run_inspect(
     """
     if (sample is not None and prompt is None) or (token is not None and sample is None):
         raise ConfigError("--sample goes with --prompt, and --token with --sample")
-    view = read_dataset(Storage.open(path, parse_storage_options(storage_options)))
     if prompt is None:
-        report = inspect_view(view, path, full=full)
+        report = inspect_dataset(path, parse_storage_options(storage_options), full=full)
         return json.dumps(report.as_dict(), allow_nan=False) if as_json else format_report(report)
+    view = read_dataset(Storage.open(path, parse_storage_options(storage_options)))
     text = find_token_text(view.record, tokenizer)
     shown: Any
     if sample is None:

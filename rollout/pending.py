@@ -177,7 +177,6 @@ class PendingParts:
                 prompt_key=row.prompt_key,
                 prompt_id=row.prompt_id,
                 unit=part.unit,
-                digest=row.prompt_key,
             )
             for row in rows
         )

@@ -127,7 +127,7 @@ class _Occurrences:
             if times == 1:
                 result.append(row)
                 continue
-            key = _sha256(f"{digest} {times}")
+            key = _key(f"{digest} {times}")
             if isinstance(row, Rejection):
                 result.append(replace(row, prompt_key=key))
             else:
@@ -266,11 +266,12 @@ def _digest(content: _Content, effective: SamplingConfig, sampling: SamplingConf
     base = sampling.model_dump(mode="json")
     own = {k: v for k, v in effective.model_dump(mode="json").items() if k != "n" and v != base[k]}
     fields = {k: v for k, v in content if k != "sampling" and v is not None}
-    return _sha256(encode_metadata(fields | {"sampling": own}))
+    return _key(encode_metadata(fields | {"sampling": own}))
 
 
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def _key(text: str) -> str:
+    # 128 bits, as ids of groups have: every record and plan of a run holds them
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _rejection(config: PromptsConfig, raw: RawRow, reason: str, detail: str) -> Rejection:
@@ -279,7 +280,7 @@ def _rejection(config: PromptsConfig, raw: RawRow, reason: str, detail: str) -> 
     # what stands in the row makes the key here too, so that it is counted once wherever it stands
     written = raw.raw or json.dumps(raw.data, default=repr).encode()
     return Rejection(
-        prompt_key=_sha256(f"rejected {hashlib.sha256(written).hexdigest()}"),
+        prompt_key=_key(f"rejected {hashlib.sha256(written).hexdigest()}"),
         prompt_id=_printable(str(prompt_id)) if named else None,
         sample_index=None,
         file=config.name,

@@ -29,6 +29,7 @@ from rollout.schema.columns import (
     SCALAR_COLUMNS,
     SCHEMA,
     VERSION_KEY,
+    other_version,
 )
 from rollout.schema.records import RowGroup
 from rollout.table import build_table
@@ -176,11 +177,8 @@ def open_shard(source: str | Path | IO[bytes]) -> pq.ParquetFile:
     version = (shard.metadata.metadata or {}).get(VERSION_KEY.encode())
     if version is None:
         raise DatasetError("shard: a parquet file, but not written by rollout")
-    if int(version) > FORMAT_VERSION:
-        raise DatasetError(
-            f"shard: format version {int(version)}, expected at most {FORMAT_VERSION}: "
-            "install a newer rollout"
-        )
+    if int(version) != FORMAT_VERSION:
+        raise DatasetError(f"shard: {other_version(int(version))}")
     return shard
 
 

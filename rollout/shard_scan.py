@@ -22,10 +22,6 @@ MAX_BYTES: Final = 16_000_000
 # where the records take much the sample takes less, so that 50 MB are enough for longer
 _RUN_BYTES: Final = 48_000_000
 _LEAST_BYTES: Final = 2_000_000
-# what a commit record takes of its file for a rollout and for a prompt
-_KEY_BYTES: Final = 72
-_GROUP_BYTES: Final = 130
-
 _READERS: Final = 8
 # what a reader of a footer asks for at once
 _FOOTER_BYTES: Final = 65_536
@@ -50,7 +46,7 @@ class ShardScan:
         full: read every shard; else at most `MAX_SHARDS` of them and about `MAX_BYTES`, evenly
             spread over the run.
         max_shards: another limit than `MAX_SHARDS`.
-        max_bytes: another limit than `MAX_BYTES`, which is lower where the records are large.
+        max_bytes: another limit than `MAX_BYTES`.
     """
 
     def __init__(
@@ -63,7 +59,7 @@ class ShardScan:
         max_bytes: int | None = None,
     ) -> None:
         self._max_shards = MAX_SHARDS if max_shards is None else max_shards
-        self._max_bytes = sample_bytes(view.commits) if max_bytes is None else max_bytes
+        self._max_bytes = MAX_BYTES if max_bytes is None else max_bytes
         self._view = view
         self._columns = list(columns)
         self._open: dict[str, pq.ParquetFile] = {}
@@ -135,7 +131,7 @@ class ShardScan:
 
     def _read(self, record: CommitRecord) -> list[pl.DataFrame] | str:
         """Read the columns of a shard, or say why that is not possible."""
-        keys = [key for key, _ in record.keys]
+        keys = record.row_prompts
         frames = []
         first = 0
         try:
@@ -154,12 +150,9 @@ class ShardScan:
         return frames
 
 
-def sample_bytes(commits: Sequence[CommitRecord]) -> int:
-    """Say how many bytes of the shards are read, given what the records took."""
-    records = sum(
-        _KEY_BYTES * len(record.keys) + _GROUP_BYTES * len(record.groups) for record in commits
-    )
-    return min(MAX_BYTES, max(_LEAST_BYTES, _RUN_BYTES - records))
+def sample_bytes(read: int) -> int:
+    """Say how many bytes of the shards may be read, given what the records and the plan took."""
+    return min(MAX_BYTES, max(_LEAST_BYTES, _RUN_BYTES - read))
 
 
 def spread_indices(count: int, most: int) -> list[int]:

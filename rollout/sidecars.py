@@ -40,8 +40,17 @@ def read_plan_units(data: bytes, name: str) -> tuple[list[str], list[str]]:
     Raises:
         DatasetError: damaged.
     """
-    table = _read_table(data, ["prompt_key", "unit"], name)
+    table = read_plan_columns(data, name, ["prompt_key", "unit"])
     return table["prompt_key"].to_pylist(), table["unit"].to_pylist()
+
+
+def read_plan_columns(data: bytes, name: str, columns: Sequence[str]) -> pa.Table:
+    """Parse some columns of what `plan_bytes` made.
+
+    Raises:
+        DatasetError: damaged.
+    """
+    return _read_table(data, list(columns), name)
 
 
 def read_rejected(data: bytes, name: str) -> list[Rejection]:

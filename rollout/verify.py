@@ -183,7 +183,7 @@ class _Verification:
         repeated = self._ledger.cover(commit.keys)
         if repeated:
             self._fault(name, f"{repeated} of its rollouts are in an earlier record too")
-        units = self._ledger.units_of([key for key, _ in commit.keys])
+        units = self._ledger.units_of(commit.row_prompts)
         strangers = sum(unit != commit.unit for unit in units)
         if strangers and self._plan_whole:
             self._fault(name, f"{strangers} of its rollouts are not planned for {commit.unit}")

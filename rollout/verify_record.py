@@ -40,28 +40,26 @@ def _counted(record: CommitRecord) -> str | None:
         return f"{record.rows} rollouts, but the shard is {record.file}"
     if (record.rejected_file is None) != (record.rejected_rows == 0):
         return f"{record.rejected_rows} rejected rows, but their table is {record.rejected_file}"
+    counted = len(record.prompt_rows), len(set(record.prompt_keys))
+    if counted != (len(record.prompt_keys),) * 2 or min(record.prompt_rows, default=1) < 1:
+        return "a prompt stands in it twice, or without rows"
     for what, count in (
-        ("keys", len(record.keys)),
-        ("different keys", len(set(record.keys))),
+        ("sample indices", len(record.sample_indices)),
         ("rows in its row groups", sum(group.rows for group in record.row_groups)),
-        ("rows in its prompt groups", sum(group.num_rows for group in record.groups)),
+        ("rows of its prompts", sum(record.prompt_rows)),
+        ("different keys", len(set(record.keys))),
     ):
         if count != record.rows:
             return f"{record.rows} rollouts, but {count} {what}"
     if len(record.rejected_keys) != record.rejected_rows:
         return f"{record.rejected_rows} rejected rows, but {len(record.rejected_keys)} keys of them"
-    negative = min((index for _, index in record.keys), default=0) < 0
+    negative = min(record.sample_indices, default=0) < 0
     if negative or min(record.size, record.tokens, record.entries) < 0:
         return "a count or index is negative"
     return None
 
 
 def _laid_out(record: CommitRecord) -> str | None:
-    first = 0
-    for group in record.groups:
-        if group.first_row != first or group.num_rows < 1:
-            return f"group {group.group_id} does not start at row {first}"
-        first += group.num_rows
     end = 4 if record.row_groups else 0
     for index, part in enumerate(record.row_groups):
         if part.offset < end or part.size < 1 or part.rows < 1:

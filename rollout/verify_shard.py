@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -74,8 +73,10 @@ def checked_rows(
         DatasetError: the first fault.
     """
     assert record.file is not None
+    keys = record.keys
     tokens = entries = first = 0
     largest = -1
+    groups: dict[str, str] = {}
     with open_shard(storage.local_or_stream(record.file)) as shard:
         metadata = shard.metadata.metadata or {}
         if not shard.schema_arrow.equals(SCHEMA, check_metadata=True):
@@ -90,12 +91,14 @@ def checked_rows(
                 table = shard.read_row_group(index, use_threads=False)
             except (pa.ArrowException, OSError) as error:
                 raise DatasetError(f"row group {index} is damaged: {error}") from error
-            found = _rows_of(table, record, first)
+            found = _rows_of(table, keys[first : first + table.num_rows], groups)
             yield found
             first += len(found)
             tokens += sum(row.token_ids.size for row in found)
             entries += sum(_size(row.support_entries) for row in found)
             largest = max(largest, *(_largest_id(row) for row in found))
+    if len(set(groups.values())) != len(groups):
+        raise DatasetError("two of its prompts have the same group_id")
     for name, got, expected in (
         ("tokens", tokens, record.tokens),
         ("support entries", entries, record.entries),
@@ -105,23 +108,28 @@ def checked_rows(
             raise DatasetError(f"holds {got} {name}, its record says {expected}")
 
 
-def _rows_of(table: pa.Table, record: CommitRecord, first: int) -> list[RolloutRow]:
-    """Build the rows of a row group, each checked against the record and in itself."""
-    keys = record.keys[first : first + table.num_rows]
-    named = (group.group_id for group in record.groups for _ in range(group.num_rows))
-    groups = itertools.islice(named, first, first + table.num_rows)
+def _rows_of(
+    table: pa.Table, keys: Sequence[tuple[str, int]], groups: dict[str, str]
+) -> list[RolloutRow]:
+    """Build the rows of a row group, each checked against the record and in itself.
+
+    Args:
+        table: the row group.
+        keys: (prompt_key, sample_index) of its rows, by the record.
+        groups: the group_id of each prompt so far; those of this row group are added.
+    """
     rows = table_rows(table, [key for key, _ in keys])
     counts = zip(
         *(table[name].to_pylist() for name in ("num_prompt_tokens", "num_tokens")),
         table["num_support_entries"].to_pylist(),
         strict=True,
     )
-    for row, (_, sample), group, counted in zip(rows, keys, groups, counts, strict=True):
+    for row, (key, sample), counted in zip(rows, keys, counts, strict=True):
         try:
             check_row(row)
         except BadRowError as error:
             raise DatasetError(f"rollout {row.rollout_id!r}: {error}") from error
-        problem = _contradiction(row, sample, group, counted)
+        problem = _contradiction(row, sample, groups.setdefault(key, row.group_id), counted)
         if problem is not None:
             raise DatasetError(f"rollout {row.rollout_id!r}: {problem}")
     return rows
@@ -129,8 +137,10 @@ def _rows_of(table: pa.Table, record: CommitRecord, first: int) -> list[RolloutR
 
 def _contradiction(row: RolloutRow, sample: int, group: str, counted: Any) -> str | None:
     """Say what of a row contradicts its record or the format; `check_row` does not know these."""
-    if (row.sample_index, row.group_id) != (sample, group):
-        return f"is sample {row.sample_index} of group {row.group_id}, not that of its record"
+    if row.sample_index != sample:
+        return f"is sample {row.sample_index}, its record says {sample}"
+    if row.group_id != group:
+        return f"is of group {row.group_id}, its prompt's rows before it are of {group}"
     sizes = (row.prompt_token_ids.size, row.token_ids.size, _size(row.support_entries))
     if counted != sizes:
         return f"its counts say {counted}, its lists hold {sizes}"

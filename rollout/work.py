@@ -147,7 +147,6 @@ def _pass(
                 prompt_id=prompt.prompt_id,
                 # spread over the lot's units, so that they are committed side by side
                 unit=unit_name(first + i % units),
-                digest=prompt.key,
             )
             for i, prompt in enumerate(new)
         )

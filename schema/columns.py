@@ -10,7 +10,7 @@ from typing import Final
 
 import pyarrow as pa
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 
 # keys of the Parquet key-value metadata, so that a lone shard explains itself
 VERSION_KEY: Final = "rollout.format_version"
@@ -141,3 +141,9 @@ SCALAR_COLUMNS: Final = tuple(
 )
 
 LIST_COLUMNS: Final = tuple(field.name for field in SCHEMA if pa.types.is_list(field.type))
+
+
+def other_version(version: int) -> str:
+    """Say what to do with data of another format version."""
+    what = "install a newer rollout" if version > FORMAT_VERSION else "generate it again"
+    return f"format version {version}, expected {FORMAT_VERSION}: {what}"

@@ -20,7 +20,7 @@ LEASE_FOLDER: Final = "_lease"
 SCRATCH_FOLDER: Final = "_scratch"
 
 _UNIT: Final = re.compile(r"[A-Za-z0-9_]{1,80}")
-_PART: Final = re.compile(r"([A-Za-z0-9_]{1,80})-(\d{5,})(?:-([0-9a-f]+))?\.(parquet|json)")
+_PART: Final = re.compile(r"([A-Za-z0-9_]{1,80})-(\d{5,})(?:-([0-9a-f]+))?\.(?:parquet|json\.gz)")
 _PLAN: Final = re.compile(r"(\d{6,})\.parquet")
 
 
@@ -63,7 +63,7 @@ def rejected_name(unit: str, part: int, attempt: str) -> str:
 
 def commit_name(unit: str, part: int) -> str:
     """Name a commit record, relative to the dataset's root."""
-    return f"{COMMIT_FOLDER}/{unit}-{part:05d}.json"
+    return f"{COMMIT_FOLDER}/{unit}-{part:05d}.json.gz"
 
 
 def plan_name(number: int) -> str:

@@ -1,21 +1,28 @@
-"""The JSON records of a dataset, as dataclasses: what made it, and what each part covers."""
+"""The JSON records of a dataset, as dataclasses: what made it, and what each part covers.
+
+A run has one record of what made it, and thousands of commit records with a key for every prompt:
+those are columns, compressed by gzip, whose checksum also tells a torn one.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
+import zlib
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
-from rollout.schema.columns import FORMAT_VERSION
+from rollout.schema.columns import FORMAT_VERSION, other_version
 
 Json = Any
 _Record = TypeVar("_Record")
+_GZIP: Final = 31  # wbits of zlib
 
 
 class RecordError(ValueError):
-    """Raised when a record can't be understood: damaged, incomplete, or of a newer format."""
+    """Raised when a record can't be understood: damaged, incomplete, of another format."""
 
 
 def canonical_json(value: Json) -> bytes:
@@ -55,7 +62,7 @@ class DatasetRecord:
         """Parse what `to_json` wrote.
 
         Raises:
-            RecordError: damaged, incomplete, or of a newer format.
+            RecordError: damaged, incomplete, or of another format version.
         """
         return _build(cls, _load(data))
 
@@ -77,14 +84,14 @@ class RowGroup:
 class GroupRange:
     """Where a prompt's rollouts stand in their shard."""
 
-    group_id: str
+    prompt_key: str
     first_row: int
     num_rows: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommitRecord:
-    """`_commit/<unit>-<part>.json`: the only thing that makes a part count."""
+    """`_commit/<unit>-<part>.json.gz`: the only thing that makes a part count."""
 
     format_version: int = FORMAT_VERSION
     unit: str
@@ -105,12 +112,15 @@ class CommitRecord:
     """Support entries."""
     max_token_id: int
     """Largest id in prompts, samples, supports and draws; -1 without rows."""
-    keys: tuple[tuple[str, int], ...]
-    """The (prompt_key, sample_index) of every row, in the shard's order."""
+    prompt_keys: tuple[str, ...]
+    """The prompts of the rows, each once: the rows of a prompt stand together."""
+    prompt_rows: tuple[int, ...]
+    """How many rows each of them has."""
+    sample_indices: tuple[int, ...]
+    """The sample_index of every row."""
     row_groups: tuple[RowGroup, ...]
     footer_blake3: str
     """Of the bytes behind the last row group, in hex; empty without a shard."""
-    groups: tuple[GroupRange, ...]
     rejected_file: str | None
     """The table of what was set aside, relative to the dataset's root."""
     rejected_rows: int
@@ -121,29 +131,64 @@ class CommitRecord:
     created_at: str
     """UTC, ISO 8601."""
 
-    def to_json(self) -> bytes:
-        """Serialise on one line."""
-        return _dump(dataclasses.asdict(self), indent=None)
+    @property
+    def row_prompts(self) -> tuple[str, ...]:
+        """The prompt_key of every row, in the shard's order."""
+        return tuple(
+            itertools.chain.from_iterable(map(itertools.repeat, self.prompt_keys, self.prompt_rows))
+        )
+
+    @property
+    def keys(self) -> tuple[tuple[str, int], ...]:
+        """The (prompt_key, sample_index) of every row, in the shard's order."""
+        return tuple(zip(self.row_prompts, self.sample_indices, strict=False))
+
+    @property
+    def groups(self) -> tuple[GroupRange, ...]:
+        """Where each prompt's rows stand."""
+        starts = itertools.accumulate(self.prompt_rows, initial=0)
+        return tuple(
+            GroupRange(prompt_key=key, first_row=first, num_rows=rows)
+            for key, rows, first in zip(self.prompt_keys, self.prompt_rows, starts, strict=False)
+        )
+
+    def to_bytes(self) -> bytes:
+        """Serialise to one line of JSON, compressed: equal records give equal bytes."""
+        packer = zlib.compressobj(wbits=_GZIP)
+        return packer.compress(_dump(dataclasses.asdict(self), indent=None)) + packer.flush()
 
     @classmethod
-    def from_json(cls, data: bytes) -> CommitRecord:
-        """Parse what `to_json` wrote.
+    def from_bytes(cls, data: bytes) -> CommitRecord:
+        """Parse what `to_bytes` made.
 
         Raises:
-            RecordError: damaged, incomplete, or of a newer format.
+            RecordError: damaged, incomplete, or of another format version.
         """
-        raw = _load(data)
+        raw = _load(_unpacked(data))
         try:
-            raw["keys"] = tuple((str(key), int(index)) for key, index in raw["keys"])
+            # a conversion of each item would take as long as all the rest
+            for name in ("prompt_keys", "prompt_rows", "sample_indices"):
+                raw[name] = tuple(raw[name])
             raw["rejected_keys"] = tuple(
                 (str(key), None if index is None else int(index))
                 for key, index in raw["rejected_keys"]
             )
             raw["row_groups"] = tuple(_build(RowGroup, item) for item in raw["row_groups"])
-            raw["groups"] = tuple(_build(GroupRange, item) for item in raw["groups"])
         except (KeyError, TypeError, ValueError) as error:
             raise RecordError(f"commit record: {type(error).__name__} {error}") from error
         return _build(cls, raw)
+
+
+def _unpacked(data: bytes) -> bytes:
+    unpacker = zlib.decompressobj(wbits=_GZIP)
+    try:
+        unpacked = unpacker.decompress(data)
+    except zlib.error as error:
+        raise RecordError(f"not a whole gzip file: {error}") from error
+    if not unpacker.eof or unpacker.unused_data:
+        found = "more behind its end" if unpacker.eof else "cut short"
+        raise RecordError(f"not a whole gzip file: {len(data)} bytes, {found}")
+    return unpacked
 
 
 def _dump(value: Json, *, indent: int | None) -> bytes:
@@ -157,11 +202,9 @@ def _load(data: bytes) -> dict[str, Json]:
         raise RecordError(f"not JSON: {error}") from error
     if not isinstance(raw, dict) or not isinstance(raw.get("format_version"), int):
         raise RecordError("no `format_version` in it")
-    if raw["format_version"] > FORMAT_VERSION:
-        raise RecordError(
-            f"format version {raw['format_version']}, expected at most {FORMAT_VERSION}: "
-            "install a newer rollout"
-        )
+    version = raw["format_version"]
+    if version != FORMAT_VERSION:
+        raise RecordError(other_version(version))
     return raw
 
 

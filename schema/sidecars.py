@@ -20,12 +20,6 @@ PLAN_SCHEMA: Final[pa.Schema] = pa.schema(
             nullable=False,
             metadata={"meaning": "the slice of the prompts that it is committed with"},
         ),
-        pa.field(
-            "digest",
-            pa.string(),
-            nullable=False,
-            metadata={"meaning": "digest of the prompt's content"},
-        ),
     ]
 )
 

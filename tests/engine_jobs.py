@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -46,6 +47,24 @@ def make_job(model: Path, prompts: Path, output: str | Path, /, **sections: Any)
     return check_job(data | sections)
 
 
+def commit_files(output: str | Path) -> list[Path]:
+    """The commit records of a local output, by name."""
+    return sorted(Path(output, "_commit").glob("*.json.gz"))
+
+
+def read_commit_file(path: Path) -> dict[str, Any]:
+    """Read a commit record as anybody can."""
+    record: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
+    return record
+
+
+def commit_keys(record: dict[str, Any]) -> list[tuple[str, int]]:
+    """The prompt and the sample of each row of a record's shard."""
+    counted = zip(record["prompt_keys"], record["prompt_rows"], strict=True)
+    prompts = [key for key, rows in counted for _ in range(rows)]
+    return list(zip(prompts, record["sample_indices"], strict=True))
+
+
 def read_rows(output: str | Path) -> list[dict[str, Any]]:
     """Read every committed row with pyarrow alone, checksums verified, in the records' order.
 
@@ -53,15 +72,15 @@ def read_rows(output: str | Path) -> list[dict[str, Any]]:
     """
     root = Path(output)
     rows: list[dict[str, Any]] = []
-    for path in sorted((root / "_commit").glob("*.json")):
-        record = json.loads(path.read_text())
+    for path in commit_files(root):
+        record = read_commit_file(path)
         if record["file"] is None:
             continue
         parquet = pq.ParquetFile(root / record["file"], page_checksum_verification=True)
         found: list[dict[str, Any]] = []
         for group in range(parquet.num_row_groups):
             found += parquet.read_row_group(group).to_pylist()
-        for row, (key, index) in zip(found, record["keys"], strict=True):
+        for row, (key, index) in zip(found, commit_keys(record), strict=True):
             rows.append(row | {"request": f"{key[:16]}-{index}-"})
     return rows
 
@@ -70,8 +89,8 @@ def read_rejected(output: str | Path) -> list[dict[str, Any]]:
     """Read the rejected tables that the commit records name."""
     root = Path(output)
     rows: list[dict[str, Any]] = []
-    for record in sorted((root / "_commit").glob("*.json")):
-        file = json.loads(record.read_text())["rejected_file"]
+    for record in commit_files(root):
+        file = read_commit_file(record)["rejected_file"]
         if file is not None:
             rows += pq.read_table(root / file).to_pylist()
     return rows
@@ -136,6 +155,6 @@ def memory_rows(url: str) -> list[dict[str, Any]]:
     storage = Storage.open(url, {})
     rows: list[dict[str, Any]] = []
     for name in sorted(storage.list("_commit")):
-        file = json.loads(storage.read_bytes(f"_commit/{name}"))["file"]
+        file = json.loads(gzip.decompress(storage.read_bytes(f"_commit/{name}")))["file"]
         rows += pq.read_table(pa.BufferReader(storage.read_bytes(file))).to_pylist()
     return rows

@@ -5,7 +5,7 @@ A process each, since vLLM reads its environment once and keeps the device's mem
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -16,7 +16,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from engine_jobs import make_job, read_rejected, read_rows, seen_logits, unpack, write_prompts
+from engine_jobs import (
+    commit_files,
+    commit_keys,
+    make_job,
+    read_commit_file,
+    read_rejected,
+    read_rows,
+    seen_logits,
+    unpack,
+    write_prompts,
+)
 from tiny_model import make_tiny_model
 
 from rollout.pipeline import generate
@@ -39,8 +49,7 @@ ENGINE = {
 
 def engine_facts(output: Path) -> dict[str, Any]:
     """What the first commit record says of the engine."""
-    record = sorted((output / "_commit").glob("*.json"))[0]
-    facts: dict[str, Any] = json.loads(record.read_text())["engine"]
+    facts: dict[str, Any] = read_commit_file(commit_files(output)[0])["engine"]
     return facts
 
 
@@ -107,6 +116,21 @@ def untruncated(folder: Path) -> None:
     assert worst["tail"] < 1e-5
 
 
+def count_preemptions() -> Any:
+    """Count from now on, in the engine's process too, which is forked from this one."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    counter = multiprocessing.get_context("fork").Value("q", 0)
+    stock = Scheduler._preempt_request
+
+    def preempt(self: Any, *args: Any, **kwargs: Any) -> Any:
+        counter.value += 1
+        return stock(self, *args, **kwargs)
+
+    Scheduler._preempt_request = preempt
+    return counter
+
+
 def alignment(folder: Path) -> None:
     """200,000 tokens with preemption, chunked prefill, n 8, stops and all kinds mixed; no sync."""
     os.environ["VLLM_GPU_SYNC_CHECK"] = "error"
@@ -136,16 +160,17 @@ def alignment(folder: Path) -> None:
         },
         capture={"support_capacity": 2**22},
     )
-    start = time.monotonic()
+    start, preemptions = time.monotonic(), count_preemptions()
     summary = generate(job, show_progress=False)
     stored = read_rows(folder / "out")
     assert summary.rollouts_failed == 0, summary.reasons
     assert len(stored) == 208 * 8 + 52
+    assert preemptions.value >= 20
     tokens = sum(len(row["token_ids"]) for row in stored)
     reasons = {row["finish_reason"] for row in stored}
     print(
-        f"alignment: {tokens} tokens, {len(stored)} rollouts, {summary.replaced_rows} rows "
-        f"replaced, finish {reasons}, {time.monotonic() - start:.0f} s, sync check error,"
+        f"alignment: {tokens} tokens, {len(stored)} rollouts, {preemptions.value} preemptions, "
+        f"{summary.replaced_rows} rows replaced, finish {reasons}, {time.monotonic() - start:.0f} s, sync check error,"
         f" {engine_facts(folder / 'out')}"
     )
     assert tokens >= 200_000
@@ -177,8 +202,8 @@ def processed(folder: Path) -> None:
         max_model_len=256,
         **ENGINE,
     )
-    (commit,) = (folder / "out" / "_commit").glob("*.json")
-    keys = json.loads(commit.read_text())["keys"]
+    (commit,) = commit_files(folder / "out")
+    keys = commit_keys(read_commit_file(commit))
     stored = read_rows(folder / "out")
     params = [
         SamplingParams(

@@ -30,6 +30,7 @@ from rollout.dataset import read_dataset
 from rollout.engine import Finished
 from rollout.pipeline import generate
 from rollout.schema.layout import COMMIT_FOLDER
+from rollout.schema.records import CommitRecord
 from rollout.storage import Storage
 from rollout.verify import verify_dataset
 
@@ -146,7 +147,7 @@ def die_at(call: int | None, result: Path) -> None:
             found = stock(*args, **kwargs)
             step()
             if found is True and COMMIT_FOLDER in args[1]:
-                _AsFastAsTheDisk.committed += json.loads(args[2])["rows"]
+                _AsFastAsTheDisk.committed += CommitRecord.from_bytes(args[2]).rows
             return found
 
         return run

@@ -95,7 +95,7 @@ def plan_of(prompt: int) -> PlanEntry:
     """The plan of one prompt."""
     key = f"key-{prompt:02d}-0123456789"
     unit = f"u{prompt // 5:06d}"
-    return PlanEntry(prompt_key=key, prompt_id=f"task {prompt:02d}", unit=unit, digest="d")
+    return PlanEntry(prompt_key=key, prompt_id=f"task {prompt:02d}", unit=unit)
 
 
 def _writer(folder: Path) -> tuple[Path, DatasetWriter]:

@@ -145,7 +145,4 @@ def make_record(**inputs: Any) -> DatasetRecord:
 
 def plan(unit: str, *prompts: str) -> list[PlanEntry]:
     """Plan these prompts for one unit."""
-    return [
-        PlanEntry(prompt_key=key, prompt_id=f"user {key}", unit=unit, digest=f"d.{key}")
-        for key in prompts
-    ]
+    return [PlanEntry(prompt_key=key, prompt_id=f"user {key}", unit=unit) for key in prompts]

@@ -41,11 +41,11 @@ def test_a_committed_part_is_read_back(storage: Storage) -> None:
     rows = [make_row("b", 1), make_row("a", 0), make_row("b", 0), make_row("a", 2)]
     record = writer.commit_part("u0", rows)
     assert record is not None
-    # by group in order of first appearance, then by sample
+    # by prompt in order of first appearance, then by sample
     assert record.keys == (("b", 0), ("b", 1), ("a", 0), ("a", 2))
-    assert [(g.group_id, g.first_row, g.num_rows) for g in record.groups] == [
-        ("g.b", 0, 2),
-        ("g.a", 2, 2),
+    assert [(g.prompt_key, g.first_row, g.num_rows) for g in record.groups] == [
+        ("b", 0, 2),
+        ("a", 2, 2),
     ]
     assert (record.rows, record.tokens, record.entries) == (4, 16, 4 * 47)
     assert (record.unit, record.part, record.rejected_file) == ("u0", 0, None)
@@ -118,7 +118,7 @@ def test_shards_are_readable_by_others(tmp_path: Path) -> None:
     writer.commit_part("u0", rows_of("a"))
     plain = tmp_path / "plain"
     plain.touch()
-    for name in [*data_files(storage), "_commit/u0-00000.json", "_dataset.json"]:
+    for name in [*data_files(storage), "_commit/u0-00000.json.gz", "_dataset.json"]:
         assert (tmp_path / "out" / name).stat().st_mode == plain.stat().st_mode
 
 
@@ -240,21 +240,29 @@ def test_what_is_no_dataset_is_said_in_one_sentence(storage: Storage) -> None:
         read_dataset(storage)
 
 
-def test_a_newer_dataset_is_refused_in_one_sentence(storage: Storage) -> None:
-    raw = json.loads(make_record().to_json()) | {"format_version": 2, "whatever": []}
+@pytest.mark.parametrize(
+    ("version", "what"), [(1, "generate it again"), (3, "install a newer rollout")]
+)
+def test_another_format_is_refused_in_one_sentence(
+    storage: Storage, version: int, what: str
+) -> None:
+    raw = json.loads(make_record().to_json()) | {"format_version": version, "whatever": []}
     storage.create_exclusive("_dataset.json", json.dumps(raw).encode())
     for reading in (lambda: read_dataset(storage), lambda: open_writer(storage)):
-        with pytest.raises(DatasetError, match="format version 2, expected at most 1: install"):
+        with pytest.raises(DatasetError, match=f"format version {version}, expected 2: {what}$"):
             reading()
 
 
-@pytest.mark.parametrize("name", ["_dataset.json", "_commit/u0-00000.json"])
-def test_a_damaged_record_is_named(storage: Storage, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("_dataset.json", "not JSON"), ("_commit/u0-00000.json.gz", "not a whole gzip file")],
+)
+def test_a_damaged_record_is_named(storage: Storage, name: str, what: str) -> None:
     writer = open_writer(storage)
     writer.append_plan(plan("u0", "a"))
     writer.commit_part("u0", rows_of("a"))
     storage.write_bytes(name, storage.read_bytes(name)[:40])
-    with pytest.raises(DatasetError, match=f"{name}: not JSON"):
+    with pytest.raises(DatasetError, match=f"{name}: {what}"):
         read_dataset(storage)
 
 
@@ -263,7 +271,7 @@ def test_a_missing_commit_record_is_noticed(storage: Storage) -> None:
     writer.append_plan(plan("u0", "a", "b"))
     writer.commit_part("u0", rows_of("a"))
     writer.commit_part("u0", rows_of("b"))
-    storage.delete("_commit/u0-00000.json")
+    storage.delete("_commit/u0-00000.json.gz")
     with pytest.raises(DatasetError, match="a commit record is missing although later parts"):
         read_dataset(storage)
 
@@ -303,7 +311,7 @@ def test_large_parts_have_several_row_groups_and_groups_across_them(tmp_path: Pa
     frame = pl.read_parquet(tmp_path / "out" / record.file)
     for group in record.groups:
         part = frame.slice(group.first_row, group.num_rows)
-        assert part["group_id"].unique().to_list() == [group.group_id]
+        assert part["group_id"].unique().to_list() == [f"g.{group.prompt_key}"]
         assert part["sample_index"].to_list() == list(range(group.num_rows))
 
 

@@ -54,7 +54,7 @@ def job(model: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         text=True,
     ) as process:
         try:
-            wait_for(lambda: bool(list((tmp_path / "out/_commit").glob("*.json"))), process)
+            wait_for(lambda: bool(list((tmp_path / "out/_commit").glob("*.json.gz"))), process)
             yield process
         finally:
             process.kill()

@@ -8,18 +8,16 @@ from typing import Any
 import pytest
 
 from rollout.epoch_plan import PlannedGroup, count_steps, mixed_counts, plan_epoch, plan_groups
-from rollout.schema.records import CommitRecord, GroupRange, RowGroup
+from rollout.schema.records import CommitRecord, RowGroup
 
 
 def shard(part: int, groups: list[tuple[str, int]], row_groups: list[int]) -> CommitRecord:
-    """A record of consecutive groups (id, rows) in row groups of these many rows."""
-    ranges, first = [], 0
-    for group_id, rows in groups:
-        ranges.append(GroupRange(group_id=group_id, first_row=first, num_rows=rows))
-        first += rows
+    """A record of consecutive groups (prompt, rows) in row groups of these many rows."""
+    rows = tuple(rows for _, rows in groups)
     return CommitRecord(
         unit="u000000", part=part, attempt="a", file=f"data/{part}.parquet", size=1, sha256="",
-        rows=first, tokens=1, entries=1, max_token_id=1, keys=(), groups=tuple(ranges),
+        rows=sum(rows), tokens=1, entries=1, max_token_id=1,
+        prompt_keys=tuple(key for key, _ in groups), prompt_rows=rows, sample_indices=(),
         row_groups=tuple(RowGroup(offset=0, size=1, blake3="", rows=n) for n in row_groups),
         rejected_file=None, rejected_rows=0, rejected_keys=(), created_at="", engine={},
         footer_blake3="",
@@ -29,7 +27,7 @@ def shard(part: int, groups: list[tuple[str, int]], row_groups: list[int]) -> Co
 def test_a_group_in_two_parts_is_one_group() -> None:
     shards = [shard(0, [("g", 3), ("h", 4)], [2, 5]), shard(1, [("i", 4), ("g", 1)], [5])]
     groups = plan_groups(shards)
-    assert [(g.group_id, g.num_rows, g.block) for g in groups] == [
+    assert [(g.prompt_key, g.num_rows, g.block) for g in groups] == [
         ("g", 4, (0, 0)),
         ("h", 4, (0, 1)),
         ("i", 4, (1, 0)),

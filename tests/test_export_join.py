@@ -223,7 +223,7 @@ def test_rejections_come_along(tmp_path: Path) -> None:
     values.write_text("rollout_id,reward\nx,1.0\n")
     assert "is missing" in call("join", run.path, values, "-o", tmp_path / "new", code=7)
     # a run that lacks nothing but what was set aside
-    (run.path / "_commit" / "u000002-00000.json").unlink()
+    (run.path / "_commit" / "u000002-00000.json.gz").unlink()
     assert lost.file is not None
     call("join", run.path, values, "-o", tmp_path / "newer")
     report = inspect_dataset(tmp_path / "newer")

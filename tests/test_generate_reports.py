@@ -12,7 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_jobs import make_job, read_rejected, read_rows, seen_logits, unpack, write_prompts
+from engine_jobs import (
+    commit_files,
+    make_job,
+    read_commit_file,
+    read_rejected,
+    read_rows,
+    seen_logits,
+    unpack,
+    write_prompts,
+)
 from test_generate_exact import check_against_sampler, check_replay
 from tiny_model import byte_tokenizer, make_tiny_model, reference_model
 
@@ -155,8 +164,8 @@ def test_u05_ids_beyond_the_tokenizer_are_kept(tmp_path: Path) -> None:
     check_against_sampler(rows, seen)
     drawn = {token for row in rows for token in row["token_ids"]}
     assert drawn & set(range(500, 520))
-    (commit,) = (tmp_path / "out" / "_commit").glob("*.json")
-    assert json.loads(commit.read_text())["max_token_id"] >= 500
+    (commit,) = commit_files(tmp_path / "out")
+    assert read_commit_file(commit)["max_token_id"] >= 500
     assert all(isinstance(row["text"], str) for row in rows)
 
 
@@ -241,8 +250,8 @@ def test_u08_head_and_logits_dtype_are_recorded(tmp_path: Path) -> None:
             engine=engine,
         )
         generate(job, show_progress=False)
-        (commit,) = (out / "_commit").glob("*.json")
-        facts[name] = json.loads(commit.read_text())["engine"]
+        (commit,) = commit_files(out)
+        facts[name] = read_commit_file(commit)["engine"]
         differences = [
             np.abs(
                 dense_logprobs(reference, row)[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import statistics
 import uuid
@@ -24,7 +25,7 @@ from rollout.dataset import DatasetWriter, read_dataset
 from rollout.inspect import inspect_dataset
 from rollout.rows import PlanEntry
 from rollout.schema import layout
-from rollout.schema.records import CommitRecord, GroupRange
+from rollout.schema.records import CommitRecord
 from rollout.shard import write_shard
 from rollout.shard_scan import ShardScan
 from rollout.sidecars import plan_bytes
@@ -69,6 +70,11 @@ def counted() -> Iterator[Traffic]:
         yield traffic
 
 
+def key_of(shard: int, prompt: int) -> str:
+    """A key as those of a job are: 128 bits that no codec makes smaller."""
+    return hashlib.sha256(f"{shard} {prompt}".encode()).hexdigest()[:32]
+
+
 def upload_run(
     storage_url: str,
     endpoint: str,
@@ -107,7 +113,7 @@ def upload_run(
     entries = []
     for number in range(shards):
         unit = layout.unit_name(number)
-        keys = [f"{number:032x}{g:032x}" for g in range(groups)]
+        keys = [key_of(number, g) for g in range(groups)]
         name = layout.data_name(unit, 0, "ab12")
         commit = CommitRecord(
             unit=unit,
@@ -120,12 +126,11 @@ def upload_run(
             tokens=info.tokens,
             entries=info.entries,
             max_token_id=info.max_token_id,
-            keys=tuple((key, s) for key in keys for s in range(8)),
+            prompt_keys=tuple(keys),
+            prompt_rows=(8,) * groups,
+            sample_indices=tuple(range(8)) * groups,
             row_groups=info.row_groups,
             footer_blake3=info.footer_blake3,
-            groups=tuple(
-                GroupRange(group_id=key, first_row=8 * g, num_rows=8) for g, key in enumerate(keys)
-            ),
             rejected_file=None,
             rejected_rows=0,
             rejected_keys=(),
@@ -133,9 +138,9 @@ def upload_run(
             created_at="2026-11-29T00:00:00.000+00:00",
         )
         objects[f"{root}/{name}"] = data
-        objects[f"{root}/{layout.commit_name(unit, 0)}"] = commit.to_json()
+        objects[f"{root}/{layout.commit_name(unit, 0)}"] = commit.to_bytes()
         entries += [
-            PlanEntry(prompt_key=key, prompt_id=f"{number}/{g}", unit=unit, digest=key)
+            PlanEntry(prompt_key=key, prompt_id=f"{number}/{g}", unit=unit)
             for g, key in enumerate(keys)
         ]
     for number, start in enumerate(range(0, len(entries), 20_000)):
@@ -158,7 +163,7 @@ def test_a_large_run_is_sampled_evenly_and_counted_exactly(endpoint: str, tmp_pa
     assert report.rollouts_read == shard_scan.MAX_SHARDS * 32
     assert report.rewards is not None
     assert report.rewards.mean == pytest.approx(statistics.fmean(rewards), rel=1e-6)
-    records = 120 * 3_800
+    records = 120 * 900 + 20_000
     # shards this small are fetched whole: for the footer, and for the columns
     assert traffic.bytes < records + 2.5 * shard_scan.MAX_SHARDS * shard_bytes
     # a request for each record, without one for its size; two or three for a shard
@@ -179,16 +184,16 @@ def test_the_budget_of_bytes_is_kept(
     assert report.rollouts_committed == 20 * 32
 
 
-def test_large_records_leave_less_for_the_sample(endpoint: str, tmp_path: Path) -> None:
+def test_what_is_read_elsewhere_leaves_less_for_the_sample(endpoint: str, tmp_path: Path) -> None:
     url = f"s3://bucket/{uuid.uuid4().hex}"
     upload_run(url, endpoint, tmp_path, shards=2, groups=64, size=200_000_000)
-    commits = read_dataset(Storage.open(url, options(endpoint))).commits
-    assert shard_scan.sample_bytes(commits) == shard_scan.MAX_BYTES
-    real = sum(len(record.to_json()) for record in commits)
-    for times in (400, 450, 500, 600):
-        left = 48_000_000 - times * real
-        expected = min(max(left, 2_000_000), shard_scan.MAX_BYTES)
-        assert shard_scan.sample_bytes(commits * times) == pytest.approx(expected, abs=700_000)
+    with counted() as traffic:
+        view = read_dataset(Storage.open(url, options(endpoint)))
+        read = view.record_bytes + view.plan_bytes
+    assert read + len(view.record.to_json()) == traffic.bytes
+    for taken, left in ((read, 16_000_000), (32_000_000, 16_000_000), (40_000_000, 8_000_000)):
+        assert shard_scan.sample_bytes(taken) == left
+    assert shard_scan.sample_bytes(200_000_000) == 2_000_000
 
 
 def test_one_token_of_a_large_run_costs_one_row_group(endpoint: str, tmp_path: Path) -> None:
@@ -208,7 +213,7 @@ def test_one_token_of_a_large_run_costs_one_row_group(endpoint: str, tmp_path: P
     assert result.exit_code == 0, result.output
     assert json.loads(result.output)["tokens"][0]["support_size"] == 3
     shard_bytes = (tmp_path / "shard.parquet").stat().st_size
-    assert traffic.bytes < 20 * 3_800 + 20_000 + 2 * shard_bytes
+    assert traffic.bytes < 20 * 900 + 20_000 + 2 * shard_bytes
 
 
 def test_the_environment_gives_the_options_too(
@@ -234,7 +239,7 @@ def test_what_a_shard_of_200_mb_costs(tmp_path: Path) -> None:
     writer = DatasetWriter.open(Storage.open(tmp_path), make_record())
     rows = realistic_rows(16, tokens=512)
     writer.append_plan(
-        PlanEntry(prompt_key=key, prompt_id=key, unit="u000000", digest=key)
+        PlanEntry(prompt_key=key, prompt_id=key, unit="u000000")
         for key in dict.fromkeys(row.prompt_key for row in rows)
     )
     record = writer.commit_part("u000000", rows)

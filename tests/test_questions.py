@@ -258,11 +258,11 @@ def test_every_command_refuses_a_newer_format_and_what_is_no_run(
     newer = tmp_path / "a [b] *c? \u00fc"
     newer.mkdir()
     record = (half.path / "_dataset.json").read_text()
-    text = record.replace('"format_version": 1', '"format_version": 2')
+    text = record.replace('"format_version": 2', '"format_version": 3')
     (newer / "_dataset.json").write_text(text)
     before = sorted(path.name for path in tmp_path.iterdir())
     for path, said in (
-        (newer, "format version 2, expected at most 1: install a newer rollout"),
+        (newer, "format version 3, expected 2: install a newer rollout"),
         (tmp_path, "is not a dataset: there is no _dataset.json in it"),
     ):
         result = CliRunner().invoke(main, [args[0], str(path), *args[1:]])
@@ -275,10 +275,10 @@ def test_a_newer_format_and_no_run_get_one_sentence(tmp_path: Path) -> None:
     run = half_run(tmp_path / "a [b] *c? \u00fc")
     assert line(say(run), "dataset").endswith("run")
     record = run.path / "_dataset.json"
-    record.write_text(record.read_text().replace('"format_version": 1', '"format_version": 2'))
+    record.write_text(record.read_text().replace('"format_version": 2', '"format_version": 3'))
     result = CliRunner().invoke(main, ["inspect", str(run.path)])
     assert (result.exit_code, len(result.output.splitlines())) == (7, 1)
-    assert "format version 2, expected at most 1: install a newer rollout" in result.output
+    assert "format version 3, expected 2: install a newer rollout" in result.output
     result = CliRunner().invoke(main, ["inspect", str(tmp_path)])
     assert (result.exit_code, len(result.output.splitlines())) == (7, 1)
     assert "is not a dataset: there is no _dataset.json in it" in result.output

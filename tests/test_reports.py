@@ -142,11 +142,12 @@ def test_u14_yaml_is_what_it_looks_like_or_refused(
 
 
 _KILLED_IN_A_GROUP = f"""
-import json, os, signal, sys, time
+import os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, {str(TESTS)!r})
 from fake_engine import FakeEngine, fake_engine, fake_job
 from rollout.pipeline import generate
+from rollout.schema.records import CommitRecord
 
 output = Path(sys.argv[2])
 
@@ -156,7 +157,7 @@ class DiesInAGroup(FakeEngine):
 
     def step(self):
         if DiesInAGroup.returned == 5:
-            rows = [json.loads(f.read_text())["rows"] for f in output.glob("_commit/*.json")]
+            rows = [CommitRecord.from_bytes(f.read_bytes()).rows for f in output.glob("_commit/*")]
             if sum(rows) == 5:
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(0.001)

@@ -153,7 +153,7 @@ def test_layout_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     write_shard(path, mixed_rows(), "the fingerprint")
     metadata = pq.read_metadata(path)
-    assert metadata.metadata[VERSION_KEY.encode()] == b"1"
+    assert metadata.metadata[VERSION_KEY.encode()] == b"2"
     assert metadata.metadata[FINGERPRINT_KEY.encode()] == b"the fingerprint"
     group = metadata.row_group(0)
     for index in range(group.num_columns):
@@ -396,8 +396,8 @@ def test_foreign_and_newer_files_are_refused_in_one_sentence(tmp_path: Path) -> 
     with pytest.raises(DatasetError, match="not written by rollout"):
         open_shard(path)
     with pq.ParquetWriter(path, SCHEMA) as writer:
-        writer.add_key_value_metadata({VERSION_KEY: "2"})
-    with pytest.raises(DatasetError, match=r"format version 2, expected at most 1: install"):
+        writer.add_key_value_metadata({VERSION_KEY: "3"})
+    with pytest.raises(DatasetError, match=r"format version 3, expected 2: install"):
         open_shard(path)
 
 

@@ -60,8 +60,8 @@ def records(path: Path) -> list[CommitRecord]:
 def rewrite(path: Path, number: int, /, **changes: Any) -> None:
     """Change fields of a commit record."""
     record = records(path)[number]
-    name = path / f"_commit/u000000-{number:05d}.json"
-    name.write_bytes(dataclasses.replace(record, **changes).to_json())
+    name = path / f"_commit/u000000-{number:05d}.json.gz"
+    name.write_bytes(dataclasses.replace(record, **changes).to_bytes())
 
 
 @pytest.mark.parametrize("kind", STORAGES)
@@ -150,19 +150,19 @@ def _missing(path: Path) -> list[tuple[str, str]]:
 
 
 def _torn_record(path: Path) -> list[tuple[str, str]]:
-    name = path / "_commit/u000000-00001.json"
+    name = path / "_commit/u000000-00001.json.gz"
     os.truncate(name, name.stat().st_size // 2)
-    return [("_commit/u000000-00001.json", "not JSON")]
+    return [("_commit/u000000-00001.json.gz", "not a whole gzip file")]
 
 
 def _empty_record(path: Path) -> list[tuple[str, str]]:
-    (path / "_commit/u000000-00002.json").write_bytes(b"")
-    return [("_commit/u000000-00002.json", "not JSON")]
+    (path / "_commit/u000000-00002.json.gz").write_bytes(b"")
+    return [("_commit/u000000-00002.json.gz", "not a whole gzip file")]
 
 
 def _lost_record(path: Path) -> list[tuple[str, str]]:
-    (path / "_commit/u000000-00000.json").unlink()
-    return [("_commit/u000000-00000.json", "is missing although later parts exist")]
+    (path / "_commit/u000000-00000.json.gz").unlink()
+    return [("_commit/u000000-00000.json.gz", "is missing although later parts exist")]
 
 
 PLANTED = {
@@ -196,13 +196,15 @@ def test_damage_is_named_and_the_loader_refuses_it_before_a_batch(
 
 def test_records_that_contradict_themselves_are_named(pristine: Path, tmp_path: Path) -> None:
     record = records(pristine)[1]
-    first, *rest = record.keys
+    indices, (first, _, *others) = record.sample_indices, record.prompt_keys
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"rows": 15}, "15 rollouts, but 16 keys"),
-        ({"keys": (first, first, *rest[1:])}, "16 rollouts, but 15 different keys"),
-        ({"keys": ((first[0], -1), *rest)}, "negative"),
-        ({"groups": record.groups[:-1]}, "16 rollouts, but 12 rows in its prompt groups"),
-        ({"groups": record.groups[::-1]}, "does not start at row 0"),
+        ({"rows": 15}, "15 rollouts, but 16 sample indices"),
+        ({"sample_indices": (0, 0, *indices[2:])}, "16 rollouts, but 15 different keys"),
+        ({"sample_indices": (-1, *indices[1:])}, "negative"),
+        ({"prompt_rows": (4, 4, 4, 3)}, "16 rollouts, but 15 rows of its prompts"),
+        ({"prompt_rows": (4, 4, 4, 5, -1)}, "a prompt stands in it twice, or without rows"),
+        ({"prompt_rows": (4, 4, 8)}, "a prompt stands in it twice, or without rows"),
+        ({"prompt_keys": (first, first, *others)}, "a prompt stands in it twice, or"),
         ({"row_groups": record.row_groups[::-1]}, "row group 1 is said to start at byte"),
         ({"size": record.row_groups[-1].offset}, "its row groups end at byte"),
         ({"part": 7}, "it says that it is part 7"),
@@ -215,7 +217,7 @@ def test_records_that_contradict_themselves_are_named(pristine: Path, tmp_path: 
         path = Path(shutil.copytree(pristine, tmp_path / str(number)))
         rewrite(path, 1, **changes)
         (found, *_) = faults(verify(path))
-        assert found[0] == "_commit/u000000-00001.json"
+        assert found[0] == "_commit/u000000-00001.json.gz"
         assert problem in found[1]
 
 
@@ -225,10 +227,10 @@ def test_numbers_that_only_the_shard_can_contradict(dataset: Path) -> None:
         ({"tokens": record.tokens + 1}, f"holds {record.tokens} tokens"),
         ({"entries": 0}, f"holds {record.entries} support entries, its record says 0"),
         ({"max_token_id": 5}, "as its largest token id, its record says 5"),
-        ({"keys": tuple((key, i + 1) for key, i in record.keys)}, "not that of its record"),
+        ({"sample_indices": tuple(i + 1 for i in record.sample_indices)}, "its record says 1"),
     ):
-        name = dataset / "_commit/u000000-00001.json"
-        name.write_bytes(dataclasses.replace(record, **changes).to_json())
+        name = dataset / "_commit/u000000-00001.json.gz"
+        name.write_bytes(dataclasses.replace(record, **changes).to_bytes())
         (found,) = (f for f in faults(verify(dataset)) if f[0].startswith("data/"))
         assert found[0] == record.file
         assert problem in found[1]
@@ -300,17 +302,16 @@ def test_the_plan_and_the_rejected_tables_are_checked(dataset: Path) -> None:
 
 def test_rollouts_committed_twice_or_unplanned_are_named(dataset: Path) -> None:
     record = records(dataset)[2]
-    again = records(dataset)[0].keys
-    rewrite(dataset, 2, keys=again)
+    again = records(dataset)[0].prompt_keys
+    rewrite(dataset, 2, prompt_keys=again)
     found = faults(verify(dataset, rows=False))
     assert found == [
-        ("_commit/u000000-00002.json", "16 of its rollouts are in an earlier record too")
+        ("_commit/u000000-00002.json.gz", "16 of its rollouts are in an earlier record too")
     ]
-    stranger = tuple((f"new {key}", index) for key, index in record.keys)
-    rewrite(dataset, 2, keys=stranger)
+    rewrite(dataset, 2, prompt_keys=tuple(f"new {key}" for key in record.prompt_keys))
     found = faults(verify(dataset, rows=False))
     assert found == [
-        ("_commit/u000000-00002.json", "16 of its rollouts are not planned for u000000")
+        ("_commit/u000000-00002.json.gz", "16 of its rollouts are not planned for u000000")
     ]
 
 

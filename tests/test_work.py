@@ -195,8 +195,8 @@ def test_lots_change_no_unit_of_a_second_run(project: Project, lot: int) -> None
 def test_new_units_never_take_a_planned_name(project: Project) -> None:
     # another process has planned unit 7; numbers below it are free, but counting gives 1
     writer = project.writer()
-    entry = PlanEntry(prompt_key="other", prompt_id="x", unit="u000007", digest="d")
-    writer.append_plan([entry, PlanEntry(prompt_key="y", prompt_id="y", unit="mine", digest="d")])
+    entry = PlanEntry(prompt_key="other", prompt_id="x", unit="u000007")
+    writer.append_plan([entry, PlanEntry(prompt_key="y", prompt_id="y", unit="mine")])
     project.write(*"abc")
     items, _ = project.work()
     assert described(items) == ["u8: a[01] c[01]", "u9: b[01]"]

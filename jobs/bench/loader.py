@@ -49,14 +49,13 @@ def read_pyarrow(source: str, options: dict[str, Any]) -> Counts:
 
     from rollout.shard_reader import BASE_COLUMNS, OPTIONAL_COLUMNS
 
+    columns = [*BASE_COLUMNS, *OPTIONAL_COLUMNS]
     fs, root = fsspec.core.url_to_fs(source, **options)
     for name in sorted(fs.ls(f"{root}/data", detail=False)):
         file = name if not options else fs.open(name, cache_type="none")
         shard = pq.ParquetFile(file, page_checksum_verification=True, pre_buffer=True)
         for index in range(shard.num_row_groups):
-            table = shard.read_row_group(
-                index, columns=[*BASE_COLUMNS, *OPTIONAL_COLUMNS], use_threads=False
-            )
+            table = shard.read_row_group(index, columns=columns, use_threads=False)
             yield (
                 sum(len(c.values) for c in table["support_entries"].chunks),
                 sum(len(c.values) for c in table["token_ids"].chunks),
@@ -182,12 +181,9 @@ def link_part(path: str, source: int, part: int) -> None:
     record = read_commit(storage, layout.commit_name("u000000", source))
     name = layout.data_name("u000000", part, record.attempt)
     os.link(Path(path, str(record.file)), Path(path, name))
-    groups = [dataclasses.replace(g, group_id=f"{g.group_id}.{part}") for g in record.groups]
-    keys = [(f"{key}.{part}", index) for key, index in record.keys]
-    linked = dataclasses.replace(
-        record, part=part, file=name, keys=tuple(keys), groups=tuple(groups)
-    )
-    storage.create_exclusive(layout.commit_name("u000000", part), linked.to_json())
+    keys = tuple(f"{key}.{part}" for key in record.prompt_keys)
+    linked = dataclasses.replace(record, part=part, file=name, prompt_keys=keys)
+    storage.create_exclusive(layout.commit_name("u000000", part), linked.to_bytes())
 
 
 def write_mds(path: str) -> None:
