@@ -134,6 +134,7 @@ def count_preemptions() -> Any:
 def alignment(folder: Path) -> None:
     """200,000 tokens with preemption, chunked prefill, n 8, stops and all kinds mixed; no sync."""
     os.environ["VLLM_GPU_SYNC_CHECK"] = "error"
+    os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "fork"  # or it would not count
     model = make_tiny_model(folder / "model", vocab_size=4000, dtype=torch.bfloat16)
     rows = [
         {"id": str(i), "prompt": "x" * (20 + i % 200), "sampling": KINDS[i % 5]} for i in range(260)
@@ -170,8 +171,8 @@ def alignment(folder: Path) -> None:
     reasons = {row["finish_reason"] for row in stored}
     print(
         f"alignment: {tokens} tokens, {len(stored)} rollouts, {preemptions.value} preemptions, "
-        f"{summary.replaced_rows} rows replaced, finish {reasons}, {time.monotonic() - start:.0f} s, sync check error,"
-        f" {engine_facts(folder / 'out')}"
+        f"{summary.replaced_rows} rows replaced, finish {reasons}, "
+        f"{time.monotonic() - start:.0f} s, sync check error, {engine_facts(folder / 'out')}"
     )
     assert tokens >= 200_000
     assert reasons == {"stop", "length"}

@@ -208,6 +208,7 @@ def engine_section(text: str) -> dict[str, Any]:
     added: dict[str, Any] = json.loads(text)
     return {
         "max_num_seqs": 512,
+        "gpu_memory_utilization": 0.9,
         "load_format": "dummy",
         "max_model_len": 4096,
         "enable_prefix_caching": False,
