@@ -12,21 +12,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollout.batch_rows import BatchRow, Untruncated, batch_row
+from rollout.entry_pages import SplitEntries
 from rollout.loss_types import LossInputs
 from rollout.rows import RolloutRow
 
 Side = Literal["left", "right"]
-Untruncated = Literal["head", "draws"]
 _Array = NDArray[Any]
-
-_UNPACKED_AT_ONCE: Final = 16_384
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -208,6 +207,33 @@ def pack_rollouts(
     advantages: Sequence[float],
     *,
     untruncated: Untruncated = "head",
+    columns: Sequence[str] = (),
+    **fields: Any,
+) -> RolloutBatch:
+    """Pack whole rollouts into one batch.
+
+    Args:
+        rows: B rollouts, as the dataset holds them; the text is never read.
+        advantages: B numbers.
+        untruncated: which entries an untruncated row brings: the recorded head, or its draws. A row
+            of kind `none` brings its draws, if it has any.
+        columns: fields of the rows that the batch carries along.
+        fields: of `pack_rows`.
+
+    Returns:
+        The batch, on the CPU.
+
+    Raises:
+        ValueError: as `pack_rows`.
+    """
+    own = [batch_row(row, untruncated, columns) for row in rows]
+    return pack_rows(own, advantages, columns=columns, **fields)
+
+
+def pack_rows(
+    rows: Sequence[BatchRow],
+    advantages: Sequence[float],
+    *,
     global_denominator: float | None = None,
     columns: Sequence[str] = (),
     empty: Callable[[int, Any], NDArray[Any]] = np.empty,
@@ -219,12 +245,10 @@ def pack_rollouts(
     """Pack whole rollouts into one batch.
 
     Args:
-        rows: B rollouts, as the dataset holds them; the text is never read.
+        rows: B rollouts.
         advantages: B numbers.
-        untruncated: which entries an untruncated row brings: the recorded head, or its draws. A row
-            of kind `none` brings its draws, if it has any.
         global_denominator: scored tokens of the global batch; unset, this batch is all of it.
-        columns: fields of the rows that the batch carries along.
+        columns: what every row carries along.
         empty: makes the arrays of the entries, from a count and a dtype.
         epoch: for the batch's own record.
         step: for the batch's own record.
@@ -251,37 +275,43 @@ def pack_rollouts(
     prompts = np.array([row.prompt_token_ids.size for row in rows], np.int64)
     counts = np.array([row.token_ids.size for row in rows], np.int64)
     starts = _offsets(prompts + counts)
-    supports = [_support(row, untruncated) for row in rows]
-    ids, logprobs = _unpacked([part.entries for part in supports], empty)
-    num_scored = int(counts.sum())
-    tokens = _ramps(counts)
+    ends = _offsets(counts)
+    numbers = np.arange(len(rows))
+    # every other value of a token is looked up by these: faster than repeating each one
+    owner = np.repeat(numbers, counts)
+    place_owner = np.repeat(numbers, prompts + counts)
+    num_scored = owner.size
+    supports = [row.support for row in rows]
+    ids, logprobs = _joined_entries([part.entries for part in supports], empty)
     pieces = [piece for row in rows for piece in (row.prompt_token_ids, row.token_ids)]
 
     def per_token(values: Sequence[Any], dtype: Any) -> Tensor:
-        return torch.from_numpy(np.repeat(np.array(values, dtype), counts))
+        return torch.from_numpy(np.array(values, dtype)[owner])
 
     return RolloutBatch(
         input_ids=_joined(pieces, np.int64),
-        position_ids=torch.from_numpy(_ramps(prompts + counts)),
+        position_ids=torch.from_numpy(np.arange(place_owner.size) - starts[place_owner]),
         cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
         max_seqlen=int((prompts + counts).max()),
         # token t is predicted one position earlier than where it stands
-        hidden_index=torch.from_numpy(np.repeat(starts[:-1] + prompts - 1, counts) + tokens),
+        hidden_index=torch.from_numpy(
+            np.arange(num_scored) + (starts[:-1] + prompts - 1 - ends[:-1])[owner]
+        ),
         target_ids=_joined([row.token_ids for row in rows], np.int64),
         sampler_logprobs=_joined([row.sampled_logprobs for row in rows], np.float32),
         advantages=per_token(advantages, np.float32),
         loss_mask=torch.ones(num_scored, dtype=torch.bool),
         temperature=per_token([row.temperature for row in rows], np.float32),
-        support_offsets=torch.from_numpy(_offsets(np.concatenate([p.counts for p in supports]))),
+        support_offsets=torch.from_numpy(_rebased([part.offsets for part in supports], num_scored)),
         support_ids=torch.from_numpy(ids),
         sampler_support_logprobs=torch.from_numpy(logprobs),
         support_valid=per_token([part.valid for part in supports], np.bool_),
         support_is_samples=per_token([part.is_samples for part in supports], np.bool_),
         sampler_tail_mass=_joined([part.tail_mass for part in supports], np.float32),
-        rollout_index=per_token(range(len(rows)), np.int64),
+        rollout_index=torch.from_numpy(owner),
         global_denominator=float(num_scored if global_denominator is None else global_denominator),
         rollout_ids=tuple(row.rollout_id for row in rows),
-        columns={name: tuple(getattr(row, name) for row in rows) for name in columns},
+        columns={name: tuple(row.columns[name] for row in rows) for name in columns},
         epoch=epoch,
         step=step,
         micro_batch=micro_batch,
@@ -289,72 +319,26 @@ def pack_rollouts(
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Support:
-    """What one rollout of T tokens brings as its rows of entries."""
-
-    entries: _Array
-    counts: _Array
-    """[T] entries of each token."""
-    tail_mass: _Array
-    """[T] float32."""
-    valid: bool
-    is_samples: bool
+def _joined_entries(
+    parts: Sequence[SplitEntries], empty: Callable[[int, Any], NDArray[Any]]
+) -> SplitEntries:
+    """Copy the entries of all parts into arrays of their own."""
+    count = sum(part.ids.size for part in parts)
+    joined = SplitEntries(empty(count, np.int32), empty(count, np.float32))
+    np.concatenate([part.ids for part in parts], out=joined.ids)
+    np.concatenate([part.logprobs for part in parts], out=joined.logprobs)
+    return joined
 
 
-def _support(row: RolloutRow, untruncated: Untruncated) -> _Support:
-    """Choose which recorded entries a rollout brings."""
-    num_tokens = row.token_ids.size
-    no_tail = np.zeros(num_tokens, np.float32)
-    wants_draws = row.support_kind == "none" or (
-        row.support_kind == "top" and untruncated == "draws"
-    )
-    if wants_draws and row.draw_entries is not None:
-        per_token = row.draw_entries.size // max(num_tokens, 1)
-        return _Support(
-            entries=row.draw_entries,
-            counts=np.full(num_tokens, per_token, np.int64),
-            tail_mass=no_tail,
-            valid=True,
-            is_samples=True,
-        )
-    if row.support_offsets is None or row.support_entries is None or wants_draws:
-        return _Support(
-            entries=np.empty(0, np.uint64),
-            counts=np.zeros(num_tokens, np.int64),
-            tail_mass=no_tail,
-            valid=False,
-            is_samples=False,
-        )
-    return _Support(
-        entries=row.support_entries,
-        counts=np.diff(row.support_offsets),
-        tail_mass=no_tail if row.tail_mass is None else row.tail_mass,
-        valid=True,
-        is_samples=False,
-    )
-
-
-def _unpacked(
-    parts: Sequence[NDArray[np.uint64]], empty: Callable[[int, Any], NDArray[Any]]
-) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Split the entries of all parts into ids and logprobs, in one pass and with no copy between.
-
-    As `rollout.schema.entries.unpack_entries` of the joined parts.
-    """
-    count = sum(part.size for part in parts)
-    ids, logprobs = empty(count, np.int32), empty(count, np.float32)
-    bits, start = logprobs.view(np.uint32), 0
-    for part in parts:
-        # a piece at a time, so that the second read of it comes from the cache
-        for first in range(0, part.size, _UNPACKED_AT_ONCE):
-            piece = part[first : first + _UNPACKED_AT_ONCE]
-            stop = start + piece.size
-            # the low halves: a cast is faster than every second element
-            np.copyto(ids[start:stop], piece, casting="unsafe")
-            bits[start:stop] = piece.view("<u4")[1::2]
-            start = stop
-    return ids, logprobs
+def _rebased(parts: Sequence[NDArray[np.int64]], num_scored: int) -> NDArray[np.int64]:
+    """Join the offsets of all parts, each from 0, into [N + 1] of the batch."""
+    result = np.zeros(num_scored + 1, np.int64)
+    first, base = 1, 0
+    for offsets in parts:
+        stop = first + offsets.size - 1
+        np.add(offsets[1:], base, out=result[first:stop])
+        first, base = stop, base + int(offsets[-1])
+    return result
 
 
 def _joined(parts: Sequence[_Array], dtype: Any) -> Tensor:
@@ -366,13 +350,4 @@ def _offsets(counts: _Array) -> NDArray[np.int64]:
     """Return exclusive prefix sums with the total at the end."""
     result = np.zeros(counts.size + 1, np.int64)
     np.cumsum(counts, out=result[1:])
-    return result
-
-
-def _ramps(counts: _Array) -> NDArray[np.int64]:
-    """Return 0 .. count - 1 for each count, one after the other."""
-    ends = np.cumsum(counts)
-    result: NDArray[np.int64] = np.arange(ends[-1] if ends.size else 0) - np.repeat(
-        ends - counts, counts
-    )
     return result

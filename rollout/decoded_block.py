@@ -2,86 +2,103 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from rollout.arrow_numpy import numpy_view
-from rollout.rows import RolloutRow
+from rollout.batch_rows import BatchRow, Untruncated, choose_support
+from rollout.entry_pages import SplitEntries
+from rollout.schema.entries import unpack_entries
 
 
 class DecodedBlock:
-    """Rows of one row group; their arrays are read-only views, made when a row is asked for.
+    """Rows of one row group; their arrays are views, made when a row is asked for.
 
     Args:
-        pieces: its rows, a few at a time.
-        columns: those of the rollouts, which the pieces hold; the others stay unset.
-        prompt_keys: one for each row.
-        planned: columns to keep as a table, for a planner.
+        table: its columns, without `support_entries`; what is not among them stays unset.
+        entries: the support entries of all rows, where they were read; `support_offsets` says whose
+            they are.
+
+    Raises:
+        OSError: there are more entries, or fewer, than the offsets say.
     """
 
-    def __init__(
-        self,
-        pieces: Iterable[pa.RecordBatch],
-        columns: Sequence[str],
-        prompt_keys: Sequence[str],
-        *,
-        planned: Sequence[str] = (),
-    ) -> None:
-        self.num_rows = 0
-        self.num_bytes = 0
+    def __init__(self, table: pa.Table, entries: SplitEntries | None = None) -> None:
+        self.table = table
+        self.num_rows: int = table.num_rows
+        self.num_bytes: int = table.nbytes
         """Bytes of the decoded columns."""
-        self._prompt_keys = prompt_keys
         self._scalars: dict[str, list[Any]] = {}
         self._lists: dict[str, _Lists] = {}
-        kept = []
-        for piece in pieces:
-            self.num_rows += piece.num_rows
-            for name in columns:
-                column = piece.column(name)
-                if pa.types.is_list(column.type):
-                    self._lists.setdefault(name, _Lists()).add(column)
-                else:
-                    self._scalars.setdefault(name, []).extend(column.to_pylist())
-                self.num_bytes += column.nbytes
-            if planned:
-                kept.append(piece.select(planned))
-        self.scalars: pa.Table | None = pa.Table.from_batches(kept) if kept else None
-        """The columns to plan from, where they were asked for."""
+        for name in table.column_names:
+            column = table[name].combine_chunks()
+            if pa.types.is_list(column.type):
+                self._lists[name] = _Lists(
+                    values=numpy_view(column.values),
+                    bounds=numpy_view(column.offsets).tolist(),
+                    valid=column.is_valid().to_pylist(),
+                )
+            else:
+                self._scalars[name] = column.to_pylist()
+        self._entries = entries
+        self._first_entry: list[int] = []
+        if entries is not None:
+            self.num_bytes += entries.ids.nbytes + entries.logprobs.nbytes
+            offsets = (self._list("support_offsets", index) for index in range(self.num_rows))
+            counts = [0 if own is None else int(own[-1]) for own in offsets]
+            self._first_entry = [0, *np.cumsum(counts).tolist()]
+            if self._first_entry[-1] != entries.ids.size:
+                raise OSError(
+                    f"{entries.ids.size} support entries, expected {self._first_entry[-1]}"
+                )
 
-    def row(self, index: int) -> RolloutRow:
-        """Return one rollout."""
-        fields = {name: values[index] for name, values in self._scalars.items()}
-        for name, lists in self._lists.items():
-            fields[name] = lists.row(index)
-        return RolloutRow(prompt_key=self._prompt_keys[index], **fields)
+    def row(self, index: int, untruncated: Untruncated, columns: Sequence[str]) -> BatchRow:
+        """Return one rollout.
 
+        Args:
+            index: of its row.
+            untruncated: see `choose_support`.
+            columns: scalar columns to carry along.
+        """
+        token_ids, draws = self._list("token_ids", index), self._list("draw_entries", index)
+        entries = None
+        if self._entries is not None:
+            entries = self._entries.part(self._first_entry[index], self._first_entry[index + 1])
+        return BatchRow(
+            rollout_id=self._scalars["rollout_id"][index],
+            prompt_token_ids=self._list("prompt_token_ids", index),
+            token_ids=token_ids,
+            sampled_logprobs=self._list("sampled_logprobs", index),
+            temperature=self._scalars["temperature"][index],
+            support=choose_support(
+                kind=self._scalars["support_kind"][index],
+                num_tokens=token_ids.size,
+                offsets=self._list("support_offsets", index),
+                entries=entries,
+                tail_mass=self._list("tail_mass", index),
+                draws=None if draws is None else SplitEntries(*unpack_entries(draws)),
+                untruncated=untruncated,
+            ),
+            columns={name: self._scalars[name][index] for name in columns},
+        )
 
-class _Lists:
-    """A list column, in pieces."""
-
-    def __init__(self) -> None:
-        self._ends: list[int] = []
-        self._values: list[NDArray[Any]] = []
-        self._bounds: list[list[int]] = []
-        self._valid: list[list[bool] | None] = []
-
-    def add(self, piece: pa.ListArray) -> None:
-        """Append a piece."""
-        self._ends.append(len(piece) + (self._ends[-1] if self._ends else 0))
-        self._values.append(numpy_view(piece.values))
-        self._bounds.append(numpy_view(piece.offsets).tolist())
-        self._valid.append(piece.is_valid().to_pylist() if piece.null_count else None)
-
-    def row(self, index: int) -> NDArray[Any] | None:
-        """Return one list, None where it is null."""
-        piece = bisect_right(self._ends, index)
-        place = index - self._ends[piece - 1] if piece else index
-        valid, bounds = self._valid[piece], self._bounds[piece]
-        if valid is not None and not valid[place]:
+    def _list(self, name: str, index: int) -> Any:
+        """Return a list's values, or None where it or the column is null."""
+        lists = self._lists.get(name)
+        if lists is None or not lists.valid[index]:
             return None
-        values: NDArray[Any] = self._values[piece][bounds[place] : bounds[place + 1]]
-        return values
+        return lists.values[lists.bounds[index] : lists.bounds[index + 1]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Lists:
+    """A list column."""
+
+    values: NDArray[Any]
+    bounds: list[int]
+    valid: list[bool]

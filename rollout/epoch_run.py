@@ -10,7 +10,8 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from rollout.batch import RolloutBatch, pack_rollouts
+from rollout.batch import RolloutBatch, pack_rows
+from rollout.batch_rows import BatchRow
 from rollout.blank_batch import blank_batch
 from rollout.epoch_plan import Block, EpochPlan, PlannedGroup
 from rollout.errors import DatasetError
@@ -19,7 +20,6 @@ from rollout.loader_state import Cursor
 from rollout.page_locked import page_locked_array
 from rollout.prefetch import BlockCache
 from rollout.recycled import RecycledArrays
-from rollout.rows import RolloutRow
 from rollout.scalars import ScalarIndex
 from rollout.shard_bytes import PinnedShard
 from rollout.shard_reader import ShardReader
@@ -170,7 +170,7 @@ class EpochRun:
             # storage that is not local is asked once for a row group that is needed whole
             if block not in own_blocks or self._shards[block[0]].is_local:
                 return None
-            return cache.get(block).scalars
+            return cache.get(block).table
 
         planned = plan_step(
             self._groups_of(step),
@@ -225,10 +225,9 @@ class EpochRun:
         }
         picks = planned.picks(index)
         if picks:
-            batch = pack_rollouts(
+            batch = pack_rows(
                 self._rows(cache, picks),
                 [pick.advantage for pick in picks],
-                untruncated=self._config.untruncated,
                 columns=self._config.batch_columns,
                 empty=self._empty,
                 **fields,
@@ -239,15 +238,17 @@ class EpochRun:
             return batch.pin_memory().to(self._device, non_blocking=True)
         return batch if self._device.type == "cpu" else batch.to(self._device)
 
-    def _rows(self, cache: BlockCache, picks: Sequence[Pick]) -> list[RolloutRow]:
+    def _rows(self, cache: BlockCache, picks: Sequence[Pick]) -> list[BatchRow]:
         """Return the rollouts of a micro-batch, asking for each row group once."""
         places: dict[Block, list[int]] = {}
         for place, pick in enumerate(picks):
             places.setdefault(pick.block, []).append(place)
-        rows: dict[int, RolloutRow] = {}
+        rows: dict[int, BatchRow] = {}
+        untruncated, columns = self._config.untruncated, self._config.batch_columns
         for block, own in places.items():
             decoded = cache.get(block)
-            rows.update((place, decoded.row(picks[place].row)) for place in own)
+            for place in own:
+                rows[place] = decoded.row(picks[place].row, untruncated, columns)
         return [rows[place] for place in range(len(picks))]
 
     def _take(self, cache: BlockCache, planned: StepPlan, index: int, own: set[int]) -> None:

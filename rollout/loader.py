@@ -313,7 +313,11 @@ class RolloutLoader(IterableDataset[RolloutBatch]):
         self._footers = ShardFooters(self._shards, source, self._kept_footers)
         self._kept_footers = self._footers.kept
         self._reader = ShardReader(
-            self._shards, source, self._footers, columns=self.config.read_columns
+            self._shards,
+            source,
+            self._footers,
+            columns=self.config.read_columns,
+            memory=RecycledArrays(self._prefetch_bytes),
         )
         self._index = ScalarIndex(
             self._reader, [[g.rows for g in shard.record.row_groups] for shard in self._shards]

@@ -7,9 +7,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from rollout.advantages import AdvantageRule
-from rollout.batch import Untruncated
+from rollout.batch_rows import Untruncated
 from rollout.epoch_plan import Remainder
 from rollout.errors import ConfigError
+from rollout.schema.columns import SCHEMA
 from rollout.shard_reader import BASE_COLUMNS, OPTIONAL_COLUMNS
 
 _CHOICES = (
@@ -18,7 +19,9 @@ _CHOICES = (
     ("remainder", ("drop", "pad", "repeat")),
 )
 # read only when asked for; they come along in `RolloutBatch.columns`
-_EXTRA_COLUMNS = ("text", "finish_reason", "stop_reason", "metadata")
+_EXTRA_COLUMNS = tuple(
+    name for name in SCHEMA.names if name not in {*BASE_COLUMNS, *OPTIONAL_COLUMNS}
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,8 +99,7 @@ class LoaderConfig:
     @property
     def batch_columns(self) -> list[str]:
         """The columns that batches carry along by name."""
-        base = {*BASE_COLUMNS, *OPTIONAL_COLUMNS} - {"policy_step"}
-        return [name for name in self.columns or () if name not in base]
+        return [name for name in self.columns or () if name in _EXTRA_COLUMNS]
 
 
 @dataclass(slots=True, kw_only=True)

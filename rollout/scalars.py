@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,10 +14,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from rollout.arrow_numpy import numpy_view
 from rollout.epoch_plan import Block, Piece
 from rollout.errors import ConfigError
 from rollout.schema.columns import SCALAR_COLUMNS
-from rollout.shard_reader import PLAN_COLUMNS, ShardReader
+from rollout.shard_reader import ShardReader
 
 Where: TypeAlias = pl.Expr | pc.Expression
 
@@ -94,18 +96,19 @@ class ScalarIndex:
         if found is not None:
             return found
         table = load(block)
-        if table is None:
-            table = self._reader.scalars(block[0], [block[1]], PLAN_COLUMNS)
-        found = self._blocks[block] = self._convert(block, table)
-        if len(self._blocks) > _KEPT_BLOCKS:
+        tables = {block: table} if table is not None else self._reader.plan_scalars(block)
+        for other, columns in tables.items():
+            self._blocks[other] = self._convert(other, columns)
+        while len(self._blocks) > max(_KEPT_BLOCKS, len(tables)):
             self._blocks.popitem(last=False)
-        return found
+        return self._blocks[block]
 
     def _convert(self, block: Block, table: pa.Table) -> Scalars:
         def numbers(name: str, dtype: Any) -> NDArray[Any]:
-            # by polars: a null float is NaN, and nothing imports pandas
-            values: NDArray[Any] = pl.Series(table[name]).to_numpy().astype(dtype)
-            return values
+            column = table[name].combine_chunks()
+            if column.null_count:
+                column = pc.fill_null(column, math.nan)
+            return numpy_view(column).astype(dtype)
 
         num_tokens = numbers("num_tokens", np.int64)
         draws = self._reader.draws_per_token(block, int(num_tokens.sum()))

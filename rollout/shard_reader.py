@@ -9,25 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
-from typing import Final
+from contextlib import contextmanager
+from typing import Any, Final
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rollout.decoded_block import DecodedBlock
+from rollout.entry_pages import SplitEntries, decode_entries
 from rollout.epoch_plan import Block
 from rollout.errors import DatasetError
+from rollout.recycled import RecycledArrays
 from rollout.shard_bytes import Data, PinnedShard, ShardBytes
 from rollout.shard_footers import ShardFooters
 from rollout.sparse_file import SparseFile, joined_ranges
 
 BASE_COLUMNS: Final = (
     "rollout_id",
-    "group_id",
-    "prompt_id",
-    "sample_index",
-    "group_size",
     "prompt_token_ids",
     "token_ids",
     "sampled_logprobs",
@@ -35,15 +34,7 @@ BASE_COLUMNS: Final = (
     "support_kind",
 )
 """What every batch needs."""
-OPTIONAL_COLUMNS: Final = (
-    "policy_step",
-    "support_offsets",
-    "support_entries",
-    "tail_mass",
-    "draw_entries",
-    "reward",
-    "advantage",
-)
+OPTIONAL_COLUMNS: Final = ("support_offsets", "support_entries", "tail_mass", "draw_entries")
 """What training reads unless it is told to leave some out."""
 PLAN_COLUMNS: Final = (
     "sample_index",
@@ -59,9 +50,9 @@ PLAN_COLUMNS: Final = (
 MAX_ELEMENTS: Final = 2**31 - 1
 
 # a request costs more than the bytes of such a gap
-_GAP_BYTES: Final = 2**19
+_REMOTE_GAP: Final = 2**19
+_LOCAL_GAP: Final = 2**16
 _SCALAR_READERS: Final = 8
-_PIECE_BYTES: Final = 3 * 2**20
 
 
 class ShardReader:
@@ -72,6 +63,7 @@ class ShardReader:
         source: their bytes.
         footers: their footers.
         columns: those to decode.
+        memory: for the entries.
     """
 
     def __init__(
@@ -81,11 +73,14 @@ class ShardReader:
         footers: ShardFooters,
         *,
         columns: Sequence[str],
+        memory: RecycledArrays,
     ) -> None:
         self._shards = shards
         self._bytes = source
-        self._columns = list(columns)
         self._footers = footers
+        self._columns = [name for name in columns if name != "support_entries"]
+        self._with_entries = "support_entries" in columns
+        self._memory = memory
 
     def read(self, block: Block) -> DecodedBlock:
         """Read and decode a row group.
@@ -97,20 +92,18 @@ class ShardReader:
         pinned = self._shards[shard]
         footer = self._footers.get(shard)
         _check_elements(pinned, footer, index)
-        group = pinned.record.row_groups[index]
         data = self._bytes.row_group(block)
-        parts = {group.offset: data}
-        first = sum(earlier.rows for earlier in pinned.record.row_groups[:index])
-        keys = pinned.record.keys[first : first + group.rows]
+        parts = {pinned.record.row_groups[index].offset: data}
         # for a planner that would have to ask the storage again
         planned = () if pinned.is_local else PLAN_COLUMNS
-        columns = dict.fromkeys((*self._columns, *planned))
-        return DecodedBlock(
-            _decode(pinned, footer, index, list(columns), parts),
-            self._columns,
-            [prompt_key for prompt_key, _ in keys],
-            planned=planned,
-        )
+        with _opened(pinned, footer, parts, f"row group {index}") as file:
+            table = file.read_row_group(
+                index, columns=list(dict.fromkeys((*self._columns, *planned))), use_threads=False
+            )
+            _check_rows(table.num_rows, footer.row_group(index).num_rows)
+            return DecodedBlock(
+                table, self._entries(footer, block, data) if self._with_entries else None
+            )
 
     def scalars(self, shard: int, row_groups: Sequence[int], columns: Sequence[str]) -> pa.Table:
         """Read scalar columns of row groups, and few bytes beside them.
@@ -131,13 +124,15 @@ class ShardReader:
         chunks = [
             (column.data_page_offset, column.total_compressed_size)
             for index in row_groups
-            for number in range(footer.num_columns)
-            if (column := footer.row_group(index).column(number)).path_in_schema in wanted
+            for column in _chunks(footer.row_group(index))
+            if column.path_in_schema in wanted
         ]
-        ranges = joined_ranges(chunks, 0 if pinned.is_local else _GAP_BYTES)
+        ranges = joined_ranges(chunks, _LOCAL_GAP if pinned.is_local else _REMOTE_GAP)
         parts = {start: self._bytes.range(shard, start, size) for start, size in ranges}
-        pieces = [_decode(pinned, footer, index, list(columns), parts) for index in row_groups]
-        return pa.Table.from_batches(chain.from_iterable(pieces))
+        with _opened(pinned, footer, parts, f"row groups {list(row_groups)[:3]}") as file:
+            table = file.read_row_groups(row_groups, columns=list(columns), use_threads=False)
+            _check_rows(table.num_rows, sum(footer.row_group(i).num_rows for i in row_groups))
+        return table
 
     def all_scalars(self, columns: Sequence[str]) -> list[pa.Table]:
         """Read scalar columns of all shards, several at a time.
@@ -155,68 +150,74 @@ class ShardReader:
                 )
             )
 
+    def plan_scalars(self, block: Block) -> dict[Block, pa.Table]:
+        """Read what steps are planned from: of a row group, or of all in a local shard.
+
+        Raises:
+            DatasetError: as `read`.
+        """
+        shard, index = block
+        groups = self._shards[shard].record.row_groups
+        if not self._shards[shard].is_local:
+            return {block: self.scalars(shard, [index], PLAN_COLUMNS)}
+        table, first, found = self.scalars(shard, range(len(groups)), PLAN_COLUMNS), 0, {}
+        for number, group in enumerate(groups):
+            found[shard, number] = table.slice(first, group.rows)
+            first += group.rows
+        return found
+
     def draws_per_token(self, block: Block, num_tokens: int) -> int:
         """Return how many draws a row group holds for each of its sampled tokens."""
-        group = self._footers.get(block[0]).row_group(block[1])
-        for number in range(group.num_columns):
-            column = group.column(number)
+        for column in _chunks(self._footers.get(block[0]).row_group(block[1])):
             if column.path_in_schema.startswith("draw_entries."):
                 # a null list counts as one value
                 values: int = column.num_values
                 return values // num_tokens if num_tokens and values >= num_tokens else 0
         return 0
 
+    def _entries(self, footer: pq.FileMetaData, block: Block, data: Data) -> SplitEntries:
+        """Decode the support entries of a row group, given its bytes."""
+        group = footer.row_group(block[1])
+        (chunk,) = (c for c in _chunks(group) if c.path_in_schema.startswith("support_entries."))
+        # null and empty lists count as one value each
+        most = chunk.num_values
+        memory = self._memory.empty(2 * most, np.int32)
+        whole = SplitEntries(memory[:most], memory[most:].view(np.float32))
+        start = chunk.data_page_offset - self._shards[block[0]].record.row_groups[block[1]].offset
+        pages = memoryview(data)[start : start + chunk.total_compressed_size]
+        return whole.part(0, decode_entries(pages, whole))
 
-def _decode(
-    pinned: PinnedShard,
-    footer: pq.FileMetaData,
-    index: int,
-    columns: list[str],
-    parts: Mapping[int, Data],
-) -> Iterator[pa.RecordBatch]:
-    """Decode columns of a row group from bytes that were fetched before, some rows at a time."""
-    source = SparseFile(parts, pinned.record.size)
-    left = footer.row_group(index).num_rows
+
+@contextmanager
+def _opened(
+    pinned: PinnedShard, footer: pq.FileMetaData, parts: Mapping[int, Data], what: str
+) -> Iterator[pq.ParquetFile]:
+    """Open bytes of a shard that were fetched before; damage becomes a DatasetError."""
     try:
-        file = pq.ParquetFile(
-            pa.PythonFile(source, mode="r"),
+        yield pq.ParquetFile(
+            pa.PythonFile(SparseFile(parts, pinned.record.size), mode="r"),
             metadata=footer,
             page_checksum_verification=True,
             pre_buffer=False,
         )
-        # pieces that stay in the processor's cache are decoded faster than a row group at once
-        for batch in file.iter_batches(
-            batch_size=_rows_of_a_piece(footer.row_group(index), set(columns)),
-            row_groups=[index],
-            columns=columns,
-            use_threads=False,
-        ):
-            left -= batch.num_rows
-            yield batch
     except (pa.ArrowException, OSError) as error:
-        raise DatasetError(f"{pinned.where}: row group {index} is damaged: {error}") from error
-    if left:
-        # a damaged page header, which no checksum covers, ends a column early without an error
-        raise DatasetError(f"{pinned.where}: row group {index} is damaged: {left} rows are missing")
+        raise DatasetError(f"{pinned.where}: {what} is damaged: {error}") from error
 
 
-def _rows_of_a_piece(group: pq.RowGroupMetaData, columns: set[str]) -> int:
-    """Return how many rows have about `_PIECE_BYTES` in these columns, at least one."""
-    chunks = [group.column(number) for number in range(group.num_columns)]
-    raw_bytes: int = sum(
-        chunk.total_uncompressed_size
-        for chunk in chunks
-        if chunk.path_in_schema.partition(".")[0] in columns
-    )
-    rows: int = group.num_rows
-    return max(1, rows * _PIECE_BYTES // max(raw_bytes, 1))
+def _chunks(group: pq.RowGroupMetaData) -> Iterator[Any]:
+    """Yield the column chunks of a row group."""
+    return (group.column(number) for number in range(group.num_columns))
+
+
+def _check_rows(found: int, expected: int) -> None:
+    """Raise where a damaged page header, which no checksum covers, ended a column early."""
+    if found != expected:
+        raise OSError(f"{expected - found} rows are missing")
 
 
 def _check_elements(pinned: PinnedShard, footer: pq.FileMetaData, index: int) -> None:
     """Raise DatasetError for a row group whose lists Arrow's 32-bit offsets can't address."""
-    group = footer.row_group(index)
-    for number in range(group.num_columns):
-        column = group.column(number)
+    for column in _chunks(footer.row_group(index)):
         if column.num_values > MAX_ELEMENTS:
             raise DatasetError(
                 f"{pinned.where}: row group {index} holds {column.num_values} values in "

@@ -16,7 +16,6 @@ from rollout.batch import RolloutBatch, pack_rollouts
 from rollout.blank_batch import blank_batch
 from rollout.kernels.support_head import support_logprobs
 from rollout.losses import LossConfig, compute_loss
-from rollout.recycled import RecycledArrays
 from rollout.rows import RolloutRow
 from rollout.schema.entries import pack_entries, unpack_entries
 
@@ -249,15 +248,3 @@ def test_a_blank_batch_weighs_nothing(loss: Any) -> None:
     assert float(value.detach()) == 0.0
     for leaf in (hidden, weight):
         assert leaf.grad is None or not leaf.grad.any()
-
-
-def test_memory_is_used_again_only_when_nobody_holds_it() -> None:
-    memory = RecycledArrays()
-    first = memory.empty(2**19, np.int32)
-    place = first.ctypes.data
-    tensor = torch.from_numpy(first)[5:]
-    del first
-    assert memory.empty(2**19, np.int32).ctypes.data != place
-    del tensor
-    again = [memory.empty(2**19, np.int32), memory.empty(2**19, np.int32)]
-    assert place in [array.ctypes.data for array in again]

@@ -40,8 +40,7 @@ class Source:
                 with source._lock:
                     source.alive -= 1
 
-        piece = pa.record_batch({"advantage": np.zeros(BLOCK_BYTES // 8)})
-        return Counted([piece], ["advantage"], [""] * piece.num_rows)
+        return Counted(pa.table({"advantage": np.zeros(BLOCK_BYTES // 8)}))
 
 
 def open_cache(source: Source, blocks: list[Block], budget: int, rows: int = 1) -> BlockCache:

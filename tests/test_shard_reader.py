@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import shutil
 from collections import Counter
 from itertools import chain
@@ -12,12 +11,10 @@ from typing import Any
 
 import fsspec
 import pytest
-import torch
 from dataset_tools import STORAGES, new_storage
 from fake_store import ClientError, FakeStore
 from loader_cases import group, ids_of, open_loader, write
 from s3_server import s3_server
-from torch import Tensor
 
 from rollout import shard_footers, shard_reader
 from rollout.dataset import read_dataset
@@ -187,28 +184,6 @@ def test_a_row_group_beyond_arrows_offsets_is_refused_with_its_name(
         match=r"data/u0.*\.parquet: row group \d+ holds \d+ values in .*, expected at most 20",
     ):
         list(open_loader(str(tmp_path)))
-
-
-@pytest.mark.parametrize("piece_bytes", [1, 400])
-def test_pieces_of_a_row_group_are_joined(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
-) -> None:
-    kinds: list[dict[str, Any]] = [
-        {"kind": "top", "draws": 2},
-        {"kind": "none"},
-        {"kind": "none", "draws": 3},
-        {},
-    ]
-    rows = [row for i, fields in enumerate(kinds * 2) for row in group(i, **fields)]
-    write(str(tmp_path), [rows])
-    (whole,) = open_loader(str(tmp_path), groups_per_step=8, token_budget=10_000)
-    monkeypatch.setattr(shard_reader, "_PIECE_BYTES", piece_bytes)
-    (pieces,) = open_loader(str(tmp_path), groups_per_step=8, token_budget=10_000)
-    assert sorted(whole.rollout_ids) == sorted(row.rollout_id for row in rows)
-    for field in dataclasses.fields(whole):
-        want, got = getattr(whole, field.name), getattr(pieces, field.name)
-        same = torch.equal(got, want) if isinstance(want, Tensor) else got == want
-        assert same, field.name
 
 
 def test_pages_of_a_shard_of_the_right_size_are_checked(tmp_path: Path) -> None:
