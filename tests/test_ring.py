@@ -56,7 +56,7 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LaunchGraphs, "run", lambda _self, _key, launch: launch())
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: None)
+    monkeypatch.setattr(ring.RingRecorder, "_launch_stream", lambda _self: None)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda _stream: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
 

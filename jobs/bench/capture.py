@@ -1,12 +1,13 @@
 """What the capture costs: whole jobs with it against the same sampling without, in one engine.
 
-    python jobs/bench/capture.py --supports 8,174,4000 --pairs 20
-    python jobs/bench/capture.py --supports 174 --pairs 20 --top-k 128
-    python jobs/bench/capture.py --supports 174 --pairs 20 --top-p 1.0          # top 128 and tail
-    python jobs/bench/capture.py --supports 174 --pairs 20 --draws 8
-    python jobs/bench/capture.py --supports 174 --pairs 3 --peer logprobs       # vLLM's own records
-    python jobs/bench/capture.py --supports 174 --pairs 3 --peer mask --top-k 128
+    python jobs/bench/capture.py
+    python jobs/bench/capture.py --settings "8 nucleus 20, 174 top-k 20, 174 untruncated 20"
+    python jobs/bench/capture.py --settings "174 nucleus 20" --draws 8
+    python jobs/bench/capture.py --settings "174 nucleus 3" --peer logprobs   # vLLM's own records
+    python jobs/bench/capture.py --settings "174 top-k 3" --peer mask
 
+A setting is a mean support, a truncation (nucleus: top_p .95; top-k: top_k 128 and top_p .95;
+untruncated, of which the 128 most probable ids and the tail are recorded) and a number of pairs.
 Requests of different lengths run through a Qwen3-1.7B-shaped model with random weights, 512 at
 once; the spread of the logits sets the mean support. The arms alternate within one engine: `stock`
 is vLLM's sampler with nothing recorded, unseeded; the other arm is a whole job of the product, to
@@ -25,6 +26,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,13 @@ from rollout.engine_start import LazyEngine
 from rollout.resolve import ResolvedJob
 
 _SWITCHED_TOKENS = 2048  # steps of the switched batch
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "nucleus": {"top_p": 0.95, "top_k": 0},
+    "top-k": {"top_p": 0.95, "top_k": 128},
+    "untruncated": {"top_p": 1.0, "top_k": 0},
+}
+DEFAULT_SETTINGS = "8 nucleus 20, 174 nucleus 20, 4000 nucleus 20, 174 top-k 20, 174 untruncated 20"
 
 # vLLM's own records: what the engine and the requests need for each
 PEERS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
@@ -137,24 +146,18 @@ def compare(
 
 
 @click.command()
-@click.option("--supports", default="8,174,4000", help="Mean supports, comma-separated.")
-@click.option("--pairs", default=20, show_default=True, help="Interleaved pairs a setting.")
+@click.option("--settings", default=DEFAULT_SETTINGS, show_default=True)
 @click.option("--requests", default=2048, show_default=True, help="Requests of a job.")
 @click.option("--tokens", default=128, show_default=True, help="Mean tokens of a request.")
 @click.option("--folder", "parent", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--top-p", default=0.95, show_default=True)
-@click.option("--top-k", default=0, show_default=True)
 @click.option("--draws", default=0, show_default=True)
 @click.option("--peer", type=click.Choice(list(PEERS)), help="Compare vLLM's own records instead.")
 @click.option("--shape", default="{}", help="JSON over the model's configuration.")
 @click.option("--engine", "engine_json", default="{}", help="JSON over the engine's arguments.")
 def main(
-    supports: str,
-    pairs: int,
+    settings: str,
     requests: int,
     tokens: int,
-    top_p: float,
-    top_k: int,
     draws: int,
     parent: Path | None,
     peer: str | None,
@@ -165,11 +168,9 @@ def main(
     os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # weights are set in the worker
     cuda = torch.cuda.device_count() > 0
     load = Load(
-        requests=requests,
-        tokens=tokens,
-        sampling={"top_p": top_p, "top_k": top_k},
-        capture={"draws": draws},
+        requests=requests, tokens=tokens, sampling=SAMPLINGS["nucleus"], capture={"draws": draws}
     )
+    chosen = [_setting(text, load) for text in settings.split(",")]
     with tempfile.TemporaryDirectory(prefix="bench-capture-", dir=parent) as root:
         folder = Path(root)
         model = write_model(folder / "model", json.loads(shape))
@@ -195,23 +196,28 @@ def main(
             flush=True,
         )
         hidden = (SHAPE | json.loads(shape))["hidden_size"]
-        for support in (int(part) for part in supports.split(",")):
+        for support, sampling, loaded, pairs in chosen:
             spread = SPREADS[support]
             llm.apply_model(lambda m, s=spread: set_weights(m, s, hidden))
+            place = folder / f"{support}-{sampling}"
             for name, params in (PEERS[peer][1] if peer else {"capture": {}}).items():
-                _one_setting(
-                    f"{name}, support {support}",
-                    llm,
-                    engine,
-                    model,
-                    folder / f"{support}",
-                    load,
-                    pairs,
-                    params if peer else None,
-                )
+                title = f"{name}, {support} {sampling}"
+                given = params if peer else None
+                _one_setting(title, llm, engine, model, place, loaded, pairs, given)
             if cuda and not peer:
-                _print_steps(engine, model, folder / f"{support}", load)
+                _print_steps(engine, model, place, loaded)
         engine.close()
+
+
+def _setting(text: str, load: Load) -> tuple[int, str, Load, int]:
+    """Read a setting: mean support, truncation, its load, pairs."""
+    support, sampling, pairs = text.split()
+    if int(support) not in SPREADS or sampling not in SAMPLINGS:
+        raise click.BadParameter(
+            f"setting {text.strip()!r}: expected a support of {list(SPREADS)}, one of "
+            f"{list(SAMPLINGS)} and a number of pairs"
+        )
+    return int(support), sampling, replace(load, sampling=SAMPLINGS[sampling]), int(pairs)
 
 
 def _print_steps(engine: LazyEngine, model: Path, folder: Path, load: Load) -> None:

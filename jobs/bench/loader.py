@@ -9,9 +9,10 @@
 its own for each arm, pinned to one core; the arms take turns. Printed: support entries and tokens
 for each second of processor time of all threads (the median of the repeats, and the extremes of the
 ratio to pyarrow's in the same repeat), wall time, and the peak of resident memory above the
-process's start. The loader, mosaicml-streaming and datasets make the same packed torch tensors, the
-loader alone shuffled and with advantages; pyarrow's numbers are for the decoded table.
-mosaicml-streaming and datasets are no dependencies of this project: install them elsewhere.
+process's start. pyarrow's numbers are for the decoded table, the loader's for its batches, those of
+mosaicml-streaming and datasets for what `loader_peers.py` makes of their rows: the same batches
+(`made`), less (`packed`), or nothing (`unpacked`). They are no dependencies of this project: install
+them elsewhere. Only the loader compares digests, and only it and pyarrow verify page checksums.
 
 `wide` reads a dataset of more than 2^31 entries: one shard, linked under many names.
 """
@@ -25,21 +26,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import click
-import numpy as np
+from loader_peers import (
+    GROUPS_PER_STEP,
+    TOKEN_BUDGET,
+    Counts,
+    datasets_rows,
+    made,
+    mosaic_rows,
+    packed,
+    unpacked,
+    write_mds,
+)
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 VOCAB = 151_936
-TOKEN_BUDGET = 16_384
-COLUMNS = (
-    "prompt_token_ids", "token_ids", "sampled_logprobs", "support_offsets", "support_entries",
-)  # fmt: skip
-Counts = Iterator[tuple[int, int]]
-"""Support entries and tokens of each piece that was read."""
 
 
 def read_pyarrow(source: str, options: dict[str, Any]) -> Counts:
@@ -69,7 +74,8 @@ def read_loader(
     from rollout.loader import RolloutLoader
 
     loader = RolloutLoader(
-        source, vocab_size=VOCAB, groups_per_step=8, token_budget=TOKEN_BUDGET, decode_threads=1,
+        source, vocab_size=VOCAB, groups_per_step=GROUPS_PER_STEP, token_budget=TOKEN_BUDGET,
+        decode_threads=1,
         storage_options=options, verify=verify,
     )  # fmt: skip
     for _ in range(epochs - 1):
@@ -80,66 +86,24 @@ def read_loader(
         yield batch.support_ids.shape[0], batch.num_scored
 
 
-def read_mosaic(source: str, options: dict[str, Any], cached: bool) -> Counts:
-    """Pack rows of an MDS copy: streamed from its remote, or all of it local and unpacked."""
-    from streaming import StreamingDataset
-
-    with tempfile.TemporaryDirectory() as folder:
-        where = {"local": source} if cached else {"local": folder, "remote": source}
-        yield from packed(StreamingDataset(**where, shuffle=False, batch_size=1))
-
-
-def read_datasets(source: str, options: dict[str, Any], kind: str) -> Counts:
-    """Pack rows of the same Parquet files, as they come in a format of the library."""
-    import datasets
-
-    rows = datasets.load_dataset(
-        "parquet", data_files=f"{source}/data/*.parquet", split="train", streaming=True,
-        storage_options=options or None, columns=list(COLUMNS),
-    )  # fmt: skip
-    yield from packed(
-        {name: np.asarray(row[name]) for name in COLUMNS} for row in rows.with_format(kind)
-    )
-
-
-def packed(rows: Iterable[dict[str, Any]]) -> Counts:
-    """Pack a peer's rows as a trainer would, in batches of as many tokens as the loader's."""
-    batch: list[dict[str, Any]] = []
-    for row in rows:
-        tokens = sum(r["prompt_token_ids"].size + r["token_ids"].size for r in [*batch, row])
-        if batch and tokens > TOKEN_BUDGET:
-            yield pack(batch)
-            batch = []
-        batch.append(row)
-    yield pack(batch)
-
-
-def pack(rows: list[dict[str, Any]]) -> tuple[int, int]:
-    """Make the tensors of a batch, and count support entries and tokens."""
-    import torch
-
-    entries = np.concatenate([row["support_entries"] for row in rows])
-    offsets = np.concatenate([np.diff(row["support_offsets"]) for row in rows]).cumsum()
-    tokens = [part for row in rows for part in (row["prompt_token_ids"], row["token_ids"])]
-    made = (
-        torch.from_numpy(np.concatenate(tokens, dtype=np.int64)),
-        torch.from_numpy(np.concatenate([row["sampled_logprobs"] for row in rows])),
-        torch.from_numpy(offsets),
-        torch.from_numpy(entries.astype(np.int32)),
-        torch.from_numpy(entries.view(np.float32)[1::2].copy()),
-    )
-    return made[3].shape[0], made[1].shape[0]
-
-
 ARMS: dict[str, Callable[[str, dict[str, Any]], Counts]] = {
     "pyarrow": read_pyarrow,
     "loader, later epochs": lambda s, o: read_loader(s, o, "digests", 2),
     "loader, page checksums": lambda s, o: read_loader(s, o, "pages", 1),
     "loader, first epoch with digests": lambda s, o: read_loader(s, o, "digests", 1),
-    "mosaicml-streaming, streamed zstd": lambda s, o: read_mosaic(f"{s}-mds-zstd", o, False),
-    "mosaicml-streaming, unpacked local": lambda s, o: read_mosaic(f"{s}-mds", o, True),
-    "HF datasets, streamed numpy rows": lambda s, o: read_datasets(s, o, "numpy"),
-    "HF datasets, streamed torch rows": lambda s, o: read_datasets(s, o, "torch"),
+    "mosaicml streamed zstd, made": lambda s, o: made(mosaic_rows(f"{s}-mds-zstd", cached=False)),
+    "mosaicml streamed zstd, packed": lambda s, o: packed(
+        mosaic_rows(f"{s}-mds-zstd", cached=False)
+    ),
+    "mosaicml unpacked local, made": lambda s, o: made(mosaic_rows(f"{s}-mds", cached=True)),
+    "HF numpy rows, made": lambda s, o: made(datasets_rows(s, o, "numpy")),
+    "HF numpy rows, packed": lambda s, o: packed(datasets_rows(s, o, "numpy")),
+    "HF numpy rows, unpacked": lambda s, o: unpacked(datasets_rows(s, o, "numpy")),
+    "HF numpy rows, .shuffle(), packed": lambda s, o: packed(
+        datasets_rows(s, o, "numpy", shuffled=True)
+    ),
+    "HF torch rows, made": lambda s, o: made(datasets_rows(s, o, "torch")),
+    "HF Python rows, made": lambda s, o: made(datasets_rows(s, o, None)),
 }
 
 
@@ -184,22 +148,6 @@ def link_part(path: str, source: int, part: int) -> None:
     keys = tuple(f"{key}.{part}" for key in record.prompt_keys)
     linked = dataclasses.replace(record, part=part, file=name, prompt_keys=keys)
     storage.create_exclusive(layout.commit_name("u000000", part), linked.to_bytes())
-
-
-def write_mds(path: str) -> None:
-    """Copy a dataset's columns into MDS, with and without compression."""
-    import pyarrow.parquet as pq
-    from streaming import MDSWriter
-
-    kinds = {"prompt_token_ids": "int32", "token_ids": "int32", "sampled_logprobs": "float32",
-             "support_offsets": "int64", "support_entries": "uint64"}  # fmt: skip
-    columns = {name: f"ndarray:{kind}" for name, kind in kinds.items()}
-    for suffix, compression in (("-mds", None), ("-mds-zstd", "zstd:1")):
-        with MDSWriter(out=path + suffix, columns=columns, compression=compression) as writer:
-            for file in sorted(Path(path, "data").iterdir()):
-                shard = pq.ParquetFile(file)
-                for piece in shard.iter_batches(batch_size=1, columns=list(COLUMNS)):
-                    writer.write({k: piece[k][0].values.to_numpy() for k in COLUMNS})
 
 
 @click.group()

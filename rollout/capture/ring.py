@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from triton.runtime import driver
 
 from rollout.capture.batch import BatchRows
 from rollout.capture.launch_graphs import LaunchGraphs
@@ -27,6 +28,7 @@ from rollout.capture.request import SKIP, CaptureSettings
 from rollout.capture.ring_process import LOST_FOLDER
 from rollout.capture.shared_ring import RingLayout, SharedRing
 from rollout.kernels.copy_out import copy_out
+from rollout.kernels.fetch_ids import fetch_ids
 from rollout.kernels.launch import CaptureScratch
 from rollout.kernels.support_capture import StepOutput, capture_step
 from rollout.spool import FLAG_LOST, SpoolWriter, StepBlock
@@ -58,18 +60,21 @@ class _Slot:
             device=device,
             scratch=scratch,
         )
-        # what the host knows of the rows goes over in one copy
-        self.host_rows = torch.zeros(8 + 17 * rows, dtype=torch.uint8, pin_memory=True)
-        self.rows = torch.zeros(8 + 17 * rows, dtype=torch.uint8, device=device)
+        # what the host knows of the step goes over in one copy: its number, where the sampled ids
+        # are and how many, then of each row the seed, the position and the kind
+        seeds, positions, kinds, end = (24 + rows * width for width in (0, 8, 16, 17))
+        self.host_rows = torch.zeros(end, dtype=torch.uint8, pin_memory=True)
+        self.rows = torch.zeros(end, dtype=torch.uint8, device=device)
         host = self.host_rows.numpy()
-        self.host_number = host[:8].view(np.int64)
-        self.host_seeds = host[8 : 8 + 8 * rows].view(np.int64)
-        self.host_positions = host[8 + 8 * rows : 8 + 16 * rows].view(np.int64)
-        self.host_kinds = host[8 + 16 * rows :].view(np.int8)
+        self.host_head = host[:seeds].view(np.int64)
+        self.host_seeds = host[seeds:positions].view(np.int64)
+        self.host_positions = host[positions:kinds].view(np.int64)
+        self.host_kinds = host[kinds:].view(np.int8)
         self.number = self.rows[:8].view(torch.int64)
-        self.seeds = self.rows[8 : 8 + 8 * rows].view(torch.int64)
-        self.positions = self.rows[8 + 8 * rows : 8 + 16 * rows].view(torch.int64)
-        self.kinds = self.rows[8 + 16 * rows :].view(torch.int8)
+        self.source = self.rows[8:seeds].view(torch.int64)
+        self.seeds = self.rows[seeds:positions].view(torch.int64)
+        self.positions = self.rows[positions:kinds].view(torch.int64)
+        self.kinds = self.rows[kinds:].view(torch.int8)
         self.filled = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
@@ -97,6 +102,8 @@ class RingRecorder:
         Raises:
             OSError: the host has no memory for the ring.
         """
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self._settings = settings
         self._device = device
         self._vocab_size = vocab_size
@@ -115,6 +122,7 @@ class RingRecorder:
         self._ready = torch.from_numpy(self._ring.ready)
         self._graphs = LaunchGraphs(device)
         self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream: torch.cuda.Stream | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = Path()
         self._lost: SpoolWriter | None = None
@@ -247,19 +255,19 @@ class RingRecorder:
         self, index: int, logits: torch.Tensor, sampled: torch.Tensor, rows: BatchRows, ready: int
     ) -> None:
         n, slot = len(rows.kinds), self._slots[index]
-        slot.host_number[0] = ready
+        if sampled.dtype != torch.int64 or not sampled.is_contiguous():
+            sampled = sampled.to(torch.int64).contiguous()
+        slot.host_head[:] = (ready, sampled.data_ptr(), n)
         slot.host_kinds[:n] = rows.kinds
         # always as many rows as there may be, so that one graph serves every step
         slot.host_kinds[n:] = SKIP
         if self._settings.draws:
             slot.host_seeds[:n] = rows.seeds
             slot.host_positions[:n] = rows.positions
-        # copied, since vLLM goes on with the memory of its own
-        slot.out.sampled_ids[:n].copy_(sampled.reshape(-1))
-        # its logits lie at a few addresses, for which that would cost too much
+        # the logits lie at a few addresses
         key = (index, logits.data_ptr(), logits.stride(0), logits.shape[1], logits.dtype)
         self._graphs.run(key, lambda: self._fill(slot, logits))
-        launch_stream = torch.cuda.current_stream(self._device)
+        launch_stream = self._launch_stream()
         slot.filled.record(launch_stream)
         self._copy_stream.wait_event(slot.filled)
         # without the context manager, which costs as much as the launch
@@ -269,8 +277,16 @@ class RingRecorder:
         finally:
             torch.cuda.set_stream(launch_stream)
 
+    def _launch_stream(self) -> torch.cuda.Stream:
+        """Return the current stream; it is asked for by its handle, at a tenth of the cost."""
+        handle = driver.active.get_current_stream(self._device.index)
+        if self._stream is None or self._stream.cuda_stream != handle:
+            self._stream = torch.cuda.current_stream(self._device)
+        return self._stream
+
     def _fill(self, slot: _Slot, logits: torch.Tensor) -> None:
         slot.rows.copy_(slot.host_rows, non_blocking=True)
+        fetch_ids(slot.source, slot.out.sampled_ids)
         capture_step(
             logits,
             slot.out.sampled_ids,

@@ -88,7 +88,7 @@ class V2Adapter:
         np.putmask(kinds, lengths < batch.prefill_len_np, SKIP)
         positions = lengths - self._runner.req_states.prompt_len.np[slots]
         return BatchRows(
-            request_ids=list(batch.req_ids),
+            request_ids=batch.req_ids,  # a list of this step's own
             positions=positions.astype(np.int32, copy=False),
             kinds=kinds,
             seeds=self._seeds[slots],
