@@ -11,8 +11,8 @@ for each second of processor time of all threads (the median of the repeats, and
 ratio to pyarrow's in the same repeat), wall time, and the peak of resident memory above the
 process's start. pyarrow's numbers are for the decoded table, the loader's for its batches, those of
 mosaicml-streaming and datasets for what `loader_peers.py` makes of their rows: the same batches
-(`made`), less (`packed`), or nothing (`unpacked`). They are no dependencies of this project: install
-them elsewhere. Only the loader compares digests, and only it and pyarrow verify page checksums.
+(`made`), less (`packed`), or nothing (`unpacked`). They are no dependencies of this project:
+install them elsewhere. Only the loader compares digests; it and pyarrow verify page checksums.
 
 `wide` reads a dataset of more than 2^31 entries: one shard, linked under many names.
 """
