@@ -58,7 +58,7 @@ def decode_entries(chunk: memoryview, into: SplitEntries) -> int:
         OSError: it is damaged, or not as `rollout.shard` writes it.
     """
     codec = pa.Codec("zstd")
-    scratch = np.empty(_AT_ONCE, np.uint32)
+    scratch = np.empty((2, _AT_ONCE), np.uint32)
     # levels take less than a byte a value
     largest = (_STREAMS + 1) * into.ids.size + _FEW_BYTES
     place = done = 0
@@ -104,21 +104,21 @@ def _values(page: pa.Buffer) -> NDArray[np.uint8]:
 def _join(
     streams: NDArray[np.uint8],  # [4, n]
     out: NDArray[np.uint32],  # [n]
-    scratch: NDArray[np.uint32],
+    scratch: NDArray[np.uint32],  # [2, _AT_ONCE]
 ) -> None:
     """Make numbers of four bytes, which are given from the lowest up."""
     # the highest byte of an id is 0
     top = 3 if streams[3].any() else 2
-    # pieces that stay in the cache
+    # pieces that stay in the cache, from where each result is written once
     for first in range(0, out.size, _AT_ONCE):
         part = slice(first, first + _AT_ONCE)
         own = out[part]
-        lower = scratch[: own.size]
-        np.copyto(own, streams[top, part])
+        value, lower = scratch[:, : own.size]
+        np.copyto(value, streams[top, part])
         for stream in range(top - 1, -1, -1):
-            np.left_shift(own, 8, out=own)
+            np.left_shift(value, 8, out=value)
             np.copyto(lower, streams[stream, part])
-            np.bitwise_or(own, lower, out=own)
+            np.bitwise_or(value, lower, out=value if stream else own)
 
 
 def _struct(data: memoryview, place: int, nested: int) -> tuple[dict[int, Any], int]:
