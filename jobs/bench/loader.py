@@ -199,7 +199,7 @@ def speed(
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/run"
         write_dataset(path, rollouts, 3, copies)
-        if peer_python:
+        if peer_python and any(name.startswith("mosaic") for name in ARMS):
             subprocess.run([peer_python, __file__, "mds", path], check=True)
         if not s3:
             _compare(path, {}, repeats, peer_python)
