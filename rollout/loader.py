@@ -81,8 +81,8 @@ class RolloutLoader(IterableDataset[RolloutBatch]):
         **settings: fields of `LoaderConfig`.
 
     Raises:
-        DatasetError: not a dataset, empty, another fingerprint, a shard is missing, ids outside
-            the vocabulary, or `where` keeps nothing.
+        DatasetError: not a dataset, empty, another fingerprint, a shard is missing or has another
+            size or footer, ids outside the vocabulary, or `where` keeps nothing.
         ConfigError: a setting is out of range, or the splits can't be shared by the ranks.
     """
 
@@ -261,9 +261,8 @@ class RolloutLoader(IterableDataset[RolloutBatch]):
     def __getstate__(self) -> dict[str, Any]:
         """Return the loader's parts for a worker process, which reads scalars anew."""
         self._handed_over += 1
-        state = self.__dict__.copy()
-        del state["_footers"], state["_reader"], state["_index"]
-        return state
+        left = ("_footers", "_reader", "_index")
+        return {name: value for name, value in self.__dict__.items() if name not in left}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
