@@ -40,24 +40,25 @@ def save_agreement(path: str | Path, report: Any, *, model: str, dtype: str) -> 
 
 def summary_of(report: dict[str, Any]) -> str:
     """Say on one line what an agreement report found."""
-    said = [f"{report['model']}"] if "model" in report else []
+    said = [f"of {report['model']}"] if "model" in report else []
     if isinstance(report.get("tokens"), int):
         said.append(f"{report['tokens']:,} tokens")
-    for label, name in (("ratio", "replayed"), ("without replay", "unreplayed")):
-        stats = report.get(name)
-        if isinstance(stats, dict):
-            said.append(f"{label} {_number(stats.get('mean'))}")
-            if name == "replayed":
-                said.append(f"k3 {_number(stats.get('k3'))}")
-    deviation = report.get("largest_deviation", 0.0)
-    said.append(f"largest |ratio - 1| {_number(deviation)}")
-    nonfinite = [report.get(f"nonfinite_{side}") for side in ("trainer", "sampler")]
-    said.append(f"not finite {nonfinite[0]} and {nonfinite[1]}")
+    replayed, unreplayed = (report.get(name) for name in ("replayed", "unreplayed"))
+    if isinstance(replayed, dict):
+        said.append(f"mean ratio {_number(replayed.get('mean'), '.5f')} (1: they agree)")
+    deviation = _number(report.get("largest_deviation", 0.0), ".2g")
+    said.append(f"largest |ratio - 1| of a token {deviation}")
+    if isinstance(replayed, dict):
+        said.append(f"k3 {_number(replayed.get('k3'), '.2g')} nats")
+    if isinstance(unreplayed, dict):
+        said.append(f"mean ratio without replay {_number(unreplayed.get('mean'), '.5f')}")
+    trainer, sampler = (report.get(f"nonfinite_{side}") for side in ("trainer", "sampler"))
+    said.append(f"not finite: {trainer} of the trainer's, {sampler} of the sampler's")
     return ", ".join(said)
 
 
-def _number(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, (int, float)) else "not finite"
+def _number(value: Any, form: str) -> str:
+    return format(value, form) if isinstance(value, (int, float)) else "not finite"
 
 
 def read_agreement(storage: Storage) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ import matplotlib
 import numpy as np
 import polars as pl
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from rollout.report_data import SIZE_EDGES, TAIL_EDGES, ReportData
 from rollout.schema.records import CommitRecord
@@ -24,6 +24,7 @@ BLUE, ORANGE, GREEN, RED, GREY = "#3b6ea8", "#d98032", "#4c9a5b", "#c0453e", "#9
 _SHADES: Final = (BLUE, ORANGE, GREEN, "#8a63a8", GREY, "#b58f2b")
 _UNITS: Final = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 _MOST_GROUPS: Final = 400
+_MOST_REASONS: Final = 10
 _STYLE: Final[Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,
@@ -73,6 +74,9 @@ def progress(commits: Sequence[CommitRecord], planned: int) -> Callable[[Any], N
         axes.axhline(planned, color=GREY, linestyle="--", linewidth=1)
         axes.text(0, planned, " planned", color=GREY, va="bottom")
         axes.set_ylim(0, max(planned, int(rows[-1])) * 1.15 or 1)
+        if passed[-1] == 0:
+            axes.set_xlim(-1, 1)
+            axes.set_xticks([0])
         axes.set_xlabel(f"{unit} since the first commit")
         axes.set_ylabel("rollouts")
 
@@ -119,7 +123,7 @@ def rewards_over_run(frame: pl.DataFrame) -> Callable[[Any], None]:
         axes.plot(part, mean, "-o", color=BLUE, markersize=3, label="mean")
         axes.set_xlabel("part, in the order of units")
         axes.set_ylabel("reward")
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        _whole_numbers(axes, len(part))
         axes.legend(frameon=False)
 
     return paint
@@ -176,6 +180,7 @@ def lengths(data: ReportData) -> Callable[[Any], None]:
                 label=f"{reason} {int(counts.sum()):,}",
             )
             base += counts
+        _whole_numbers(axes, longest)
         axes.set_xlabel("tokens")
         axes.set_ylabel("rollouts")
         axes.legend(frameon=False)
@@ -229,6 +234,7 @@ def entropy(data: ReportData) -> Callable[[Any], None]:
         tokens = np.add.reduceat(data.tokens, edges[:-1])
         used = tokens > 0
         axes.plot(edges[:-1][used], sums[used] / tokens[used], color=BLUE)
+        _whole_numbers(axes, count)
         axes.set_xlabel("position")
         axes.set_ylabel("nats a token", color=BLUE)
         axes.set_ylim(bottom=0)
@@ -250,10 +256,34 @@ def largest_step(steps: Sequence[int], capacity: int) -> Callable[[Any], None]:
         _logarithmic(axes.set_yscale, axes.yaxis)
         axes.set_xlabel("part, in the order of commits")
         axes.set_ylabel("support entries")
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        _whole_numbers(axes, len(steps))
         axes.legend(frameon=False)
 
     return paint
+
+
+def set_aside(reasons: Sequence[tuple[str, str, int]]) -> Callable[[Any], None]:
+    """Prompts and rollouts that were set aside, by stage and reason, most frequent first."""
+    shown = list(reversed(reasons[:_MOST_REASONS]))
+
+    def paint(axes: Any) -> None:
+        names = [f"{stage}: {reason}" for stage, reason, _ in shown]
+        counts = [count for _, _, count in shown]
+        bars = axes.barh(names, counts, color=ORANGE, height=0.6)
+        axes.bar_label(bars, [f"{count:,}" for count in counts], padding=3)
+        axes.set_xlim(0, max(counts) * 1.15)
+        axes.set_ylim(-0.6, max(len(shown), 4) - 0.4)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+        axes.set_xlabel("prompts and rollouts")
+
+    return paint
+
+
+def _whole_numbers(axes: Any, count: int) -> None:
+    """Mark whole numbers on the x axis alone."""
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
+    if count == 1:
+        axes.set_xlim(-1, 1)
 
 
 def _logarithmic(set_scale: Callable[[str], None], axis: Any) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import html
 import json
 import os
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -14,7 +15,7 @@ from rollout.agreement_file import summary_of
 from rollout.dataset import DatasetView, read_dataset
 from rollout.errors import ConfigError, OutputError
 from rollout.inspect import inspect_view
-from rollout.inspect_text import status_of
+from rollout.inspect_text import counted, groups_of, made_by, settings_of, status_of
 from rollout.report import InspectReport
 from rollout.report_data import ReportData, collect
 from rollout.storage import Storage
@@ -165,6 +166,10 @@ def _charts(view: DatasetView, found: InspectReport, data: ReportData) -> Iterab
     if data.tokens.any():
         yield _chart("entropy over position (mean -log q of what was drawn)", charts.entropy(data))
     yield _steps(view)
+    if found.rejections:
+        yield _chart("set aside by reason", charts.set_aside(found.rejections))
+    else:
+        yield _nothing("set aside by reason", "nothing was set aside")
 
 
 def _steps(view: DatasetView) -> str:
@@ -199,6 +204,8 @@ def _nothing(title: str, why: str) -> str:
 
 def _facts(found: InspectReport) -> str:
     rows = [
+        ("made by", made_by(found)),
+        ("settings", settings_of(found)),
         (
             "prompts",
             f"{found.prompts_planned:,} planned: {found.prompts_complete:,} complete, "
@@ -211,15 +218,21 @@ def _facts(found: InspectReport) -> str:
         ),
         (
             "stored",
-            f"{found.parts:,} parts, {found.data_bytes / 1e6:,.1f} MB, {found.total_tokens:,} "
-            f"tokens, {found.total_entries:,} support entries",
+            f"{counted(found.parts, 'part')}, {found.data_bytes / 1e6:,.1f} MB, "
+            f"{found.total_tokens:,} tokens, {found.total_entries:,} support entries",
         ),
     ]
     if found.rewards is not None:
-        even = f"{found.groups_even:,} of {found.groups_with_rewards:,} groups all equal"
-        rows.append(("reward", f"{found.rewards.mean:.4f} on average; {even}"))
+        rows.append(("reward", f"{found.rewards.mean:.4f} on average; {groups_of(found)}"))
     if found.nonfinite_rewards:
         rows.append(("reward", f"{found.nonfinite_rewards:,} NaN or infinite"))
+    said = "not compared: rollout agree --save"
+    rows.append(("agreement", said if found.agreement is None else summary_of(found.agreement)))
+    if found.first_prompt is not None:
+        command = f"rollout inspect {shlex.quote(found.url)} --prompt "
+        rows.append(
+            ("look closer", f"{command}{shlex.quote(found.first_prompt)} --sample 0 --token 0")
+        )
     return _table(rows)
 
 
@@ -253,7 +266,10 @@ def _problems(found: InspectReport) -> list[str]:
 def _agreement(found: InspectReport) -> str:
     if found.agreement is None:
         return '<p class="none">not compared: rollout agree --save</p>'
-    tables = [f"<p>{_text(summary_of(found.agreement))}</p>"]
+    tables = [
+        f"<p>{_text(summary_of(found.agreement))}. A ratio is the trainer's probability of a token "
+        "over the sampler's.</p>"
+    ]
     for name in ("by_position", "by_support"):
         stats = found.agreement.get(name)
         if isinstance(stats, list) and stats:

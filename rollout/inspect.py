@@ -118,6 +118,7 @@ def inspect_view(view: DatasetView, path: str | Path, *, full: bool) -> InspectR
         rollouts_without_reward=tallies.nulls,
         nonfinite_rewards=tallies.nonfinite_rewards,
         **_reward_groups(rollouts),
+        first_prompt=view.plan_ids["prompt_id"][0].as_py() if len(view.plan_ids) else None,
         agreement=read_agreement(storage),
         polars_line=_polars_line(storage, path) if view.shards else None,
     )

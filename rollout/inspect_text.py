@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from typing import Any, Final
 
@@ -24,6 +25,9 @@ _NEUTRAL: Final[dict[str, Any]] = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
+
+# what a reader asks for first
+_FIRST: Final = ("n", "temperature", "top_p", "top_k", "min_p", "max_tokens")
 
 
 def format_report(report: InspectReport) -> str:
@@ -49,8 +53,8 @@ def _facts(report: InspectReport) -> list[str]:
     lines = [
         _line("dataset", report.url),
         *_wrapped("status", status_of(report)),
-        _line("made by", _made_by(report)),
-        *_wrapped("settings", _settings(report)),
+        _line("made by", made_by(report)),
+        *_wrapped("settings", settings_of(report)),
         _line("fingerprint", f"{report.fingerprint[:32]}, format {report.format_version}"),
         _line(
             "prompts",
@@ -64,14 +68,14 @@ def _facts(report: InspectReport) -> list[str]:
         ),
         _line(
             "stored",
-            f"{_count(report.parts, 'part')}, {_size(report.data_bytes)}, "
+            f"{counted(report.parts, 'part')}, {_size(report.data_bytes)}, "
             f"{report.total_tokens:,} tokens, {report.total_entries:,} support entries",
         ),
     ]
     if report.first_commit is not None:
         lines.append(_line("committed", f"{report.first_commit} to {report.last_commit}"))
     lines += [
-        _line("bad shard", f"{bad.file} ({_count(bad.rows, 'rollout')}): {bad.problem}")
+        _line("bad shard", f"{bad.file} ({counted(bad.rows, 'rollout')}): {bad.problem}")
         for bad in report.bad_shards[:_LISTED]
     ]
     lines += _more(len(report.bad_shards))
@@ -93,6 +97,9 @@ def _facts(report: InspectReport) -> list[str]:
     lines += [_line("", f"  {describe(item)}") for item in report.rejected[:_LISTED]]
     lines += _more(len(report.rejected))
     lines += _wrapped("agreement", _agreement(report))
+    if report.first_prompt is not None:
+        name = shlex.quote(printable(report.first_prompt))
+        lines.append(_line("look closer", f"--prompt {name}, with it --sample 0, and --token 0"))
     return lines
 
 
@@ -122,22 +129,23 @@ def status_of(report: InspectReport) -> str:
     """Say in one sentence whether a dataset is complete, and what it lacks."""
     aside = []
     if report.prompts_rejected:
-        aside.append(_count(report.prompts_rejected, "prompt"))
+        aside.append(counted(report.prompts_rejected, "prompt"))
     if report.rollouts_rejected:
-        aside.append(_count(report.rollouts_rejected, "rollout"))
+        aside.append(counted(report.rollouts_rejected, "rollout"))
     told = f"; {' and '.join(aside)} set aside" if aside else ""
     if report.complete:
         return ("complete" if report.prompts_planned else "empty: nothing is planned") + told
     missing = []
     if report.rollouts_missing:
-        missing.append(f"{_count(report.rollouts_missing, 'rollout')} not sampled")
+        missing.append(f"{counted(report.rollouts_missing, 'rollout')} not sampled")
     if report.bad_shards:
-        shards = _count(len(report.bad_shards), "shard")
-        missing.append(f"{shards} unreadable with {_count(report.unreadable, 'rollout')}")
+        shards = counted(len(report.bad_shards), "shard")
+        missing.append(f"{shards} unreadable with {counted(report.unreadable, 'rollout')}")
     return "INCOMPLETE: " + ", ".join(missing) + told
 
 
-def _made_by(report: InspectReport) -> str:
+def made_by(report: InspectReport) -> str:
+    """Say which weights and which engine made a dataset."""
     digest = (report.model_digest or "").removeprefix("sha256:")[:12]
     revision = f"@{report.model_revision}" if report.model_revision else ""
     name = (report.model or "model not recorded") + revision
@@ -150,16 +158,24 @@ def _made_by(report: InspectReport) -> str:
     )
 
 
-def _settings(report: InspectReport) -> str:
+def settings_of(report: InspectReport) -> str:
+    """Say how it was sampled, captured and scored, less what says nothing."""
+    values = dict.fromkeys(_FIRST) | report.sampling
     said = [
         f"{key} {value}"
-        for key, value in report.sampling.items()
+        for key, value in values.items()
         if value not in (None, [], {}) and _NEUTRAL.get(key, "") != value and value is not False
     ]
     said += [f"{key} {report.capture[key]}" for key in ("top", "draws") if key in report.capture]
     if report.reward_function:
         said.append(f"reward {report.reward_function}")
     return ", ".join(said) or "not recorded"
+
+
+def groups_of(report: InspectReport) -> str:
+    """Say how many groups teach nothing by comparison."""
+    groups = counted(report.groups_with_rewards, "group")
+    return f"the same throughout in {report.groups_even:,} of {groups}"
 
 
 def _agreement(report: InspectReport) -> str:
@@ -184,7 +200,7 @@ def _spreads(report: InspectReport) -> list[str]:
         return ["no rollouts yet"]
     lines.append("")
     for item in report.supports:
-        text = f"{_count(item.rollouts, 'rollout')}, {item.tokens:,} tokens"
+        text = f"{counted(item.rollouts, 'rollout')}, {item.tokens:,} tokens"
         if item.singleton_share is not None:
             text += f", {item.singleton_share:.1%} with a single id"
         if item.tail_mean is not None:
@@ -194,9 +210,9 @@ def _spreads(report: InspectReport) -> list[str]:
             )
         lines += _wrapped(f"support {item.kind}", text)
     if report.rewards is not None:
-        text = f"{report.groups_even:,} of {_count(report.groups_with_rewards, 'group')} all equal"
+        text = groups_of(report)
         if report.rollouts_without_reward:
-            text += f"; {_count(report.rollouts_without_reward, 'rollout')} without a reward"
+            text += f"; {counted(report.rollouts_without_reward, 'rollout')} without a reward"
         lines.append(_line("reward", text))
     if report.nonfinite_rewards:
         lines.append(_line("reward", f"{report.nonfinite_rewards:,} NaN or infinite"))
@@ -209,7 +225,7 @@ def _polars(report: InspectReport) -> list[str]:
     lines = ["open it with polars:", f"  {report.polars_line}"]
     if report.orphans:
         lines.append(
-            f"  {_count(report.orphans, 'file')} in data/ without a commit record would be read "
+            f"  {counted(report.orphans, 'file')} in data/ without a commit record would be read "
             "too: run the job again first"
         )
     return lines
@@ -240,7 +256,8 @@ def _line(label: str, text: str) -> str:
     return f"{label:<{_LABEL}}{text}"
 
 
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """Say how many there are of something."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 

@@ -111,6 +111,8 @@ class InspectReport:
     """Prompts with at least two rewards."""
     groups_even: int
     """Of these, how many have the same reward throughout: they teach nothing by comparison."""
+    first_prompt: str | None
+    """The id of the plan's first prompt, to look closer with."""
     agreement: dict[str, Any] | None
     """The agreement report that stands beside the data, if there is one."""
     polars_line: str | None

@@ -63,8 +63,8 @@ class VerifyReport:
         done = "every row checked" if self.rows_checked else "bytes compared, rows not decoded"
         lines = [
             f"{self.url}: {done}",
-            f"{self.shards} shards, {self.rollouts} rollouts, {self.tokens} tokens, "
-            f"{self.entries} support entries",
+            f"{self.shards} shard{'s' * (self.shards != 1)}, {self.rollouts} rollouts, "
+            f"{self.tokens} tokens, {self.entries} support entries",
             f"{self.prompts_planned} prompts planned, {self.prompts_rejected} rejected, "
             f"{self.rollouts_failed} rollouts failed, {self.rollouts_missing} missing",
         ]

@@ -39,8 +39,9 @@ def test_a_saved_report_is_read_back_and_replaced(tmp_path: Path) -> None:
     assert found is not None
     assert (found["replayed"]["mean"], found["largest_deviation"]) == (1.0, 0.5)
     assert summary_of(found) == (
-        "m, 7 tokens, ratio 1, k3 2e-07, without replay 1, largest |ratio - 1| 0.5, "
-        "not finite 0 and 0"
+        "of m, 7 tokens, mean ratio 1.00000 (1: they agree), largest |ratio - 1| of a token 0.5, "
+        "k3 2e-07 nats, mean ratio without replay 1.00000, "
+        "not finite: 0 of the trainer's, 0 of the sampler's"
     )
 
 
@@ -51,7 +52,8 @@ def test_what_is_not_finite_is_said(tmp_path: Path) -> None:
     assert found["replayed"]["mean"] is None
     said = summary_of(found)
     assert "ratio not finite" in said
-    assert "|ratio - 1| not finite, not finite 3 and 0" in said
+    assert "|ratio - 1| of a token not finite" in said
+    assert said.endswith("not finite: 3 of the trainer's, 0 of the sampler's")
 
 
 @pytest.mark.parametrize("text", ["no json", "[1]"])

@@ -188,8 +188,9 @@ def test_a_token_table_holds_every_token(complete: PreparedRun) -> None:
 def test_does_the_trainer_agree(complete: PreparedRun, half: PreparedRun) -> None:
     text = " ".join(say(complete).split())
     assert (
-        "models/m, 1,920 tokens, ratio 1.00001, k3 3.1e-08, without replay 0.9123, largest "
-        "|ratio - 1| 0.1, not finite 0 and 0"
+        "of models/m, 1,920 tokens, mean ratio 1.00001 (1: they agree), largest |ratio - 1| of a "
+        "token 0.1, k3 3.1e-08 nats, mean ratio without replay 0.91230, not finite: 0 of the "
+        "trainer's, 0 of the sampler's"
     ) in text
     assert ask(complete)["agreement"]["replayed"]["k3"] == 3.1e-8
     assert "trainer and sampler were not compared: `rollout agree --save` does it" in say(half)

@@ -44,6 +44,7 @@ CHARTS = (
     "tail mass",
     "entropy over position",
     "largest step against capacity",
+    "set aside by reason",
 )
 
 
@@ -135,7 +136,8 @@ def test_the_mean_of_log_q_estimates_the_entropy() -> None:
 
 
 def test_the_page_is_one_file_that_asks_for_nothing(complete_page: str, damaged_page: str) -> None:
-    for text in (complete_page, damaged_page):
+    # where nothing was set aside, no chart of it is drawn
+    for text, drawn in ((complete_page, 8), (damaged_page, 9)):
         page = Page(text)
         assert all(link.startswith("#") for link in page.links)
         assert not {"script", "link", "img", "iframe", "object", "embed", "form"} & set(page.tags)
@@ -144,7 +146,7 @@ def test_the_page_is_one_file_that_asks_for_nothing(complete_page: str, damaged_
         assert len(text) < 400_000
         assert "content=\"default-src 'none'; style-src 'unsafe-inline'\"" in text
         charts = re.findall(r"<svg.*?</svg>", text, re.S)
-        assert len(charts) == 8
+        assert len(charts) == drawn
         ids = []
         for chart in charts:
             root = ET.fromstring(chart)
@@ -157,8 +159,9 @@ def test_the_page_is_one_file_that_asks_for_nothing(complete_page: str, damaged_
 
 def test_the_page_answers_the_questions(complete_page: str, damaged_page: str) -> None:
     words = " ".join(Page(complete_page).words)
-    assert "models/m, 1,920 tokens, ratio 1.00001, k3 3.1e-08" in words
+    assert "of models/m, 1,920 tokens, mean ratio 1.00001 (1: they agree)" in words
     assert "complete" in words
+    assert "--prompt 'task 00' --sample 0 --token 0" in words
     words = " ".join(Page(damaged_page).words)
     for expected in (
         "INCOMPLETE: 1 shard unreadable with 20 rollouts; 1 prompt and 1 rollout set aside",
@@ -166,7 +169,9 @@ def test_the_page_answers_the_questions(complete_page: str, damaged_page: str) -
         "901 tokens, the model takes 512",
         "1 NaN or infinite",
         "not compared: rollout agree --save",
-        "vllm 0.32.0",
+        "bfloat16, vllm 0.32.0",
+        "n 4, temperature 1.0, top_p 0.9, max_tokens 64",
+        "capture: bad_numerics",
         "ab" * 32,
         "the records of this run do not hold it",
     ):
