@@ -16,7 +16,8 @@ import torch
 from synthetic import make_row
 from torch import Tensor
 
-from rollout.batch import RolloutBatch, Untruncated, pack_rollouts
+from rollout.batch import RolloutBatch, pack_rollouts
+from rollout.batch_rows import Untruncated
 from rollout.head import plan_batch, score_batch
 from rollout.kernels.support_head import support_logprobs
 from rollout.losses import LossConfig, LossMetrics, compute_loss
