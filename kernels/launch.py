@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from triton.runtime import driver
 
 Impl = Literal["triton", "reference"]
 
@@ -87,6 +88,18 @@ def choose_impl(tensor: torch.Tensor, impl: Impl | None) -> Impl:
         return impl
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     return "triton" if tensor.is_cuda or interpreted else "reference"
+
+
+def stream_handle(device: torch.device) -> int:
+    """Return the handle of a CUDA device's current stream, as Triton's launches ask for it.
+
+    Args:
+        device: with its index.
+
+    Returns:
+        What `torch.cuda.Stream.cuda_stream` has.
+    """
+    return int(driver.active.get_current_stream(device.index))
 
 
 def row_unit(logits: torch.Tensor) -> int:

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from triton.runtime import driver
 
 from rollout.capture.batch import BatchRows
 from rollout.capture.launch_graphs import LaunchGraphs
@@ -29,7 +28,7 @@ from rollout.capture.ring_process import LOST_FOLDER
 from rollout.capture.shared_ring import RingLayout, SharedRing
 from rollout.kernels.copy_out import copy_out
 from rollout.kernels.fetch_ids import fetch_ids
-from rollout.kernels.launch import CaptureScratch
+from rollout.kernels.launch import CaptureScratch, stream_handle
 from rollout.kernels.support_capture import StepOutput, capture_step
 from rollout.spool import FLAG_LOST, SpoolWriter, StepBlock
 
@@ -279,7 +278,7 @@ class RingRecorder:
 
     def _launch_stream(self) -> torch.cuda.Stream:
         """Return the current stream; it is asked for by its handle, at a tenth of the cost."""
-        handle = driver.active.get_current_stream(self._device.index)
+        handle = stream_handle(self._device)
         if self._stream is None or self._stream.cuda_stream != handle:
             self._stream = torch.cuda.current_stream(self._device)
         return self._stream
