@@ -28,6 +28,7 @@ def step_with(entries: int, capacity: int, rows: int, device: str) -> StepOutput
 
 
 @pytest.mark.parametrize(("impl", "device"), CPU_AND_GPU)
+@pytest.mark.parametrize("guess", ["none", "less", "right", "more", "all"])
 @pytest.mark.parametrize(
     ("entries", "capacity", "rows"),
     [
@@ -40,21 +41,29 @@ def step_with(entries: int, capacity: int, rows: int, device: str) -> StepOutput
     ],
 )
 def test_everything_stored_arrives_and_nothing_else(
-    impl: str, device: str, entries: int, capacity: int, rows: int
+    impl: str, device: str, entries: int, capacity: int, rows: int, guess: str
 ) -> None:
+    stored = min(entries, capacity)
+    ahead = {
+        "none": 0,
+        "less": stored // 2 + 1,
+        "right": stored,
+        "more": stored + 5,
+        "all": capacity,
+    }[guess]
+    ahead = min(ahead, capacity)
     out = step_with(entries, capacity, rows, device)
     pin = device == "cuda"
     header = torch.full(out.header.shape, 77, dtype=torch.uint8, pin_memory=pin)
     host = torch.full((capacity,), -77, pin_memory=pin)
     ready = torch.zeros(1, dtype=torch.int64, pin_memory=pin)
     number = torch.tensor([2**40 + 5], device=device)
-    copy_out(out, rows, header, host, ready, number, impl=impl)  # type: ignore[arg-type]
+    copy_out(out, rows, header, host, ready, number, ahead=ahead, impl=impl)  # type: ignore[arg-type]
     if pin:
         torch.cuda.synchronize()
-    stored = min(entries, capacity)
     assert torch.equal(header, out.header.cpu())
     assert torch.equal(host[:stored], out.entries[:stored].cpu())
-    assert torch.all(host[stored:] == -77)
+    assert torch.all(host[max(stored, ahead) :] == -77)
     assert ready.item() == number.item()
 
 
@@ -64,4 +73,12 @@ def test_buffers_of_another_size_are_refused(wrong: str) -> None:
     header = torch.zeros(out.header.numel() + 8 * (wrong == "header"), dtype=torch.uint8)
     host = torch.zeros(10 + (wrong == "entries"), dtype=torch.int64)
     with pytest.raises(ValueError, match=rf"host_{wrong}: got .* expected"):
-        copy_out(out, 2, header, host, torch.zeros(1, dtype=torch.int64), out.offsets[:1])
+        copy_out(out, 2, header, host, torch.zeros(1, dtype=torch.int64), out.offsets[:1], ahead=0)
+
+
+@pytest.mark.parametrize("ahead", [-1, 11])
+def test_a_guess_past_the_buffer_is_refused(ahead: int) -> None:
+    out = step_with(3, 10, 2, "cpu")
+    header, host = torch.zeros_like(out.header), torch.zeros_like(out.entries)
+    with pytest.raises(ValueError, match=f"ahead: got {ahead}, expected 0 to 10"):
+        copy_out(out, 2, header, host, out.offsets[:1].clone(), out.offsets[:1], ahead=ahead)

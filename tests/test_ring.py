@@ -14,7 +14,7 @@ import pytest
 import torch
 from spool_blocks import entries_of
 
-from rollout.capture import ring
+from rollout.capture import copy_ahead, ring
 from rollout.capture.batch import BatchRows
 from rollout.capture.launch_graphs import LaunchGraphs
 from rollout.capture.request import GREEDY, KEPT, NONE, SKIP, TOP, CaptureSettings
@@ -43,6 +43,13 @@ class Stream:
     def wait_event(self, _event: Event) -> None: ...
 
 
+@pytest.fixture(params=["at once", "by a stream of their own"], autouse=True)
+def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param != "at once":
+        monkeypatch.setattr(ring, "_AT_ONCE_BYTES", 0)
+        monkeypatch.setattr(copy_ahead, "LEAST", 6)  # of 15: the rest goes the other way
+
+
 @pytest.fixture(autouse=True)
 def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     stock = torch.zeros
@@ -56,6 +63,7 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LaunchGraphs, "run", lambda _self, _key, launch: launch())
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(ring.RingRecorder, "_launch_stream", lambda _self: None)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda _stream: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)

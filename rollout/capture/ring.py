@@ -2,10 +2,10 @@
 
 The launch thread waits for nothing and is helped by no other thread, which would take its turns at
 the interpreter. It takes a free slot, queues the kernels that fill the slot's buffers on the
-device, and on a stream of its own the kernel that copies them to memory shared with the process
-that writes the spool (`rollout.capture.ring_process`). Steps that find no free slot in time are
-written without data and flagged, so that their rollouts fail by name. Device memory: `slots` times
-the buffers of a step; as much on the host.
+device, and their copy to memory shared with the process that writes the spool
+(`rollout.capture.ring_process`); copies that take long go by a stream of their own. Steps that find
+no free slot in time are written without data and flagged, so that their rollouts fail by name.
+Device memory: `slots` times the buffers of a step; as much on the host.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from rollout.capture.batch import BatchRows
+from rollout.capture.copy_ahead import CopyAhead
 from rollout.capture.launch_graphs import LaunchGraphs
 from rollout.capture.request import SKIP, CaptureSettings
 from rollout.capture.ring_process import LOST_FOLDER
@@ -36,6 +37,8 @@ _log = logging.getLogger(__name__)
 SLOT_SECONDS = 30.0  # longest wait for a free slot; vLLM gives a step up to 300 s
 _WAIT_SECONDS = 0.0002
 _DTYPES = {torch.int64: "int64", torch.int32: "int32", torch.float32: "float32"}
+# what the sampling stream copies itself, .02 ms a MiB: another launch would cost the host more
+_AT_ONCE_BYTES = 2**20
 _PORTABLE_AND_MAPPED = 3  # cudaHostRegister: for every context, with an address on the device
 
 
@@ -74,7 +77,8 @@ class _Slot:
         self.seeds = self.rows[seeds:positions].view(torch.int64)
         self.positions = self.rows[positions:kinds].view(torch.int64)
         self.kinds = self.rows[kinds:].view(torch.int8)
-        self.filled = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        # part of the launches, also where they are graphs
+        self.filled = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
 
 
 class RingRecorder:
@@ -119,6 +123,8 @@ class RingRecorder:
         self._headers = [torch.from_numpy(self._ring.header(i)) for i in range(slots)]
         self._entries = [torch.from_numpy(self._ring.entries(i)) for i in range(slots)]
         self._ready = torch.from_numpy(self._ring.ready)
+        self._needs = [self._ring.step_need(i) for i in range(slots)]
+        self._ahead = CopyAhead(settings.support_capacity)
         self._graphs = LaunchGraphs(device)
         self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream: torch.cuda.Stream | None = None
@@ -263,16 +269,19 @@ class RingRecorder:
         if self._settings.draws:
             slot.host_seeds[:n] = rows.seeds
             slot.host_positions[:n] = rows.positions
+        # what the step before it in this slot needed says how much there will be to copy
+        ahead = self._ahead.after(int(self._needs[index][0]))
         # the logits lie at a few addresses
         key = (index, logits.data_ptr(), logits.stride(0), logits.shape[1], logits.dtype)
-        self._graphs.run(key, lambda: self._fill(slot, logits))
+        if 8 * ahead <= _AT_ONCE_BYTES:
+            self._graphs.run((*key, ahead), lambda: self._fill_and_copy(index, logits, ahead))
+            return
+        self._graphs.run(key, lambda: self._fill_and_tell(slot, logits))
         launch_stream = self._launch_stream()
-        slot.filled.record(launch_stream)
-        self._copy_stream.wait_event(slot.filled)
         # without the context manager, which costs as much as the launch
         torch.cuda.set_stream(self._copy_stream)
         try:
-            self._graphs.run(index, lambda: self._copy(index))
+            self._graphs.run((index, ahead), lambda: self._wait_and_copy(index, ahead))
         finally:
             torch.cuda.set_stream(launch_stream)
 
@@ -297,7 +306,7 @@ class RingRecorder:
             positions=slot.positions,
         )
 
-    def _copy(self, index: int) -> None:
+    def _copy(self, index: int, ahead: int) -> None:
         slot = self._slots[index]
         copy_out(
             slot.out,
@@ -306,7 +315,20 @@ class RingRecorder:
             self._entries[index],
             self._ready[index : index + 1],
             slot.number,
+            ahead=ahead,
         )
+
+    def _fill_and_copy(self, index: int, logits: torch.Tensor, ahead: int) -> None:
+        self._fill(self._slots[index], logits)
+        self._copy(index, ahead)
+
+    def _fill_and_tell(self, slot: _Slot, logits: torch.Tensor) -> None:
+        self._fill(slot, logits)
+        slot.filled.record(torch.cuda.current_stream(self._device))
+
+    def _wait_and_copy(self, index: int, ahead: int) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._slots[index].filled)
+        self._copy(index, ahead)
 
     def _lose(self, number: int, rows: BatchRows, waited: float) -> None:
         if self.error is not None:

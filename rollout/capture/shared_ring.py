@@ -177,6 +177,13 @@ class SharedRing:
         start = end - _up(8 * self.layout.capacity, _PAGE)
         return self.memory[start : start + 8 * self.layout.capacity].view(np.int64)
 
+    def step_need(self, slot: int) -> npt.NDArray[np.int64]:
+        """Return [1], the entries that the step in a slot needs; 0 before the first."""
+        start, dtype, shape = self.layout.header["offsets"]
+        end = start + math.prod(shape) * np.dtype(dtype).itemsize
+        # rows that are not there need nothing
+        return self.header(slot)[start:end].view(np.int64)[-1:]
+
     def put_rows(
         self,
         slot: int,
