@@ -1,10 +1,11 @@
 """A step's buffers to the host: exactly the entries that there are, without the host's asking.
 
-The copy engines need the size from the host, which does not know it but can guess: steps are much
-like the ones before. So the first entries, as many as the caller guesses, go by a copy engine, and
-a kernel, which knows, copies what there is beyond them. It seldom finds anything; when it does, its
-stores over the bus keep its multiprocessors for as long as they take, from kernels that want all
-of them.
+A kernel knows how many there are and copies them, which keeps its multiprocessors, for as long as
+the stores take over the bus, from kernels that want all of them. The copy engines need the number
+from the host, which can only guess it: steps are much like the ones before. So where there are
+many, the first entries, as many as the caller guesses, go by a copy engine, and the kernel copies
+what there is beyond them. Where there are few, the kernel copies all: a copy engine's part in a
+graph costs its launch more than all kernels beside it.
 """
 
 from __future__ import annotations
@@ -45,8 +46,7 @@ def copy_out(
         host_entries: [capacity] int64, pinned.
         ready: [1] int64, pinned; becomes `number` after everything else has arrived.
         number: [1] int64, on the device like `out`.
-        ahead: entries that a copy engine takes, filled or not; the best is a little more than there
-            are.
+        ahead: entries that a copy engine takes, filled or not; the rest is the kernel's.
         impl: overrides the choice by device, for tests.
 
     Raises:
@@ -64,19 +64,22 @@ def copy_out(
         )
     if not 0 <= ahead <= out.entries.numel():
         raise ValueError(f"ahead: got {ahead}, expected 0 to {out.entries.numel()}")
-    host_header.copy_(out.header, non_blocking=True)
     if ahead:
         host_entries[:ahead].copy_(out.entries[:ahead], non_blocking=True)
     if choose_impl(out.counts, impl) == "reference":
         stored = min(int(out.offsets[num_rows]), host_entries.numel())
+        host_header.copy_(out.header)
         host_entries[ahead:stored] = out.entries[ahead:stored]
         ready.copy_(number)
         return
-    _copy_rest_kernel[(COPY_PROGRAMS,)](
+    _copy_out_kernel[(COPY_PROGRAMS,)](
         out.offsets,
+        out.header.view(torch.int64),
         out.entries,
+        host_header.view(torch.int64),
         host_entries,
         num_rows,
+        out.header.numel() // 8,
         ahead,
         out.entries.numel(),
         BLOCK=COPY_BLOCK,
@@ -87,12 +90,15 @@ def copy_out(
     _ready_kernel[(1,)](ready, number, num_warps=1)
 
 
-@triton.jit(do_not_specialize=["num_rows", "ahead", "capacity"])
-def _copy_rest_kernel(
+@triton.jit(do_not_specialize=["num_rows", "header_words", "ahead", "capacity"])
+def _copy_out_kernel(
     offsets_ptr,
+    header_ptr,
     entries_ptr,
+    host_header_ptr,
     host_entries_ptr,
     num_rows,
+    header_words,
     ahead,
     capacity,
     BLOCK: tl.constexpr,
@@ -100,6 +106,10 @@ def _copy_rest_kernel(
 ):
     program = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK)
+    for start in range(program * BLOCK, header_words, PROGRAMS * BLOCK):
+        mask = start + index < header_words
+        words = tl.load(header_ptr + start + index, mask=mask)
+        tl.store(host_header_ptr + start + index, words, mask=mask)
     stored = tl.minimum(tl.load(offsets_ptr + num_rows), capacity)
     for start in range(ahead + program * BLOCK, stored, PROGRAMS * BLOCK):
         mask = start + index < stored

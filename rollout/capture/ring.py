@@ -28,7 +28,7 @@ from rollout.capture.request import SKIP, CaptureSettings
 from rollout.capture.ring_process import LOST_FOLDER
 from rollout.capture.shared_ring import RingLayout, SharedRing
 from rollout.kernels.copy_out import copy_out
-from rollout.kernels.fetch_ids import fetch_ids
+from rollout.kernels.fetch_step import fetch_step
 from rollout.kernels.launch import CaptureScratch, stream_handle
 from rollout.kernels.support_capture import StepOutput, capture_step
 from rollout.spool import FLAG_LOST, SpoolWriter, StepBlock
@@ -62,21 +62,21 @@ class _Slot:
             device=device,
             scratch=scratch,
         )
-        # what the host knows of the step goes over in one copy: its number, where the sampled ids
-        # are and how many, then of each row the seed, the position and the kind
+        # what the host knows of the step: its number, where the sampled ids are and how many, then
+        # of each row the seed, the position and the kind
         seeds, positions, kinds, end = (24 + rows * width for width in (0, 8, 16, 17))
-        self.host_rows = torch.zeros(end, dtype=torch.uint8, pin_memory=True)
-        self.rows = torch.zeros(end, dtype=torch.uint8, device=device)
-        host = self.host_rows.numpy()
+        words = (end + 7) // 8
+        self.host_words = torch.zeros(words, dtype=torch.int64, pin_memory=True)
+        self.words = torch.zeros(words, dtype=torch.int64, device=device)
+        host, there = self.host_words.numpy().view(np.uint8), self.words.view(torch.uint8)
         self.host_head = host[:seeds].view(np.int64)
         self.host_seeds = host[seeds:positions].view(np.int64)
         self.host_positions = host[positions:kinds].view(np.int64)
-        self.host_kinds = host[kinds:].view(np.int8)
-        self.number = self.rows[:8].view(torch.int64)
-        self.source = self.rows[8:seeds].view(torch.int64)
-        self.seeds = self.rows[seeds:positions].view(torch.int64)
-        self.positions = self.rows[positions:kinds].view(torch.int64)
-        self.kinds = self.rows[kinds:].view(torch.int8)
+        self.host_kinds = host[kinds:end].view(np.int8)
+        self.number = self.words[:1]
+        self.seeds = there[seeds:positions].view(torch.int64)
+        self.positions = there[positions:kinds].view(torch.int64)
+        self.kinds = there[kinds:end].view(torch.int8)
         # part of the launches, also where they are graphs
         self.filled = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
 
@@ -143,7 +143,7 @@ class RingRecorder:
     @property
     def device_bytes(self) -> int:
         """Bytes held on the device."""
-        slots = sum(slot.out.num_bytes + slot.rows.numel() for slot in self._slots)
+        slots = sum(slot.out.num_bytes + 8 * slot.words.numel() for slot in self._slots)
         scratch = self._slots[0].out.scratch
         return slots + (scratch.num_bytes if scratch is not None else 0)
 
@@ -269,12 +269,12 @@ class RingRecorder:
         if self._settings.draws:
             slot.host_seeds[:n] = rows.seeds
             slot.host_positions[:n] = rows.positions
-        # what the step before it in this slot needed says how much there will be to copy
-        ahead = self._ahead.after(int(self._needs[index][0]))
         # the logits lie at a few addresses
         key = (index, logits.data_ptr(), logits.stride(0), logits.shape[1], logits.dtype)
+        # what the step before it in this slot needed says how much there will be to copy
+        ahead = self._ahead.after(int(self._needs[index][0]))
         if 8 * ahead <= _AT_ONCE_BYTES:
-            self._graphs.run((*key, ahead), lambda: self._fill_and_copy(index, logits, ahead))
+            self._graphs.run((*key, "copy"), lambda: self._fill_and_copy(index, logits))
             return
         self._graphs.run(key, lambda: self._fill_and_tell(slot, logits))
         launch_stream = self._launch_stream()
@@ -293,8 +293,7 @@ class RingRecorder:
         return self._stream
 
     def _fill(self, slot: _Slot, logits: torch.Tensor) -> None:
-        slot.rows.copy_(slot.host_rows, non_blocking=True)
-        fetch_ids(slot.source, slot.out.sampled_ids)
+        fetch_step(slot.host_words, slot.words, slot.out.sampled_ids)
         capture_step(
             logits,
             slot.out.sampled_ids,
@@ -318,9 +317,9 @@ class RingRecorder:
             ahead=ahead,
         )
 
-    def _fill_and_copy(self, index: int, logits: torch.Tensor, ahead: int) -> None:
+    def _fill_and_copy(self, index: int, logits: torch.Tensor) -> None:
         self._fill(self._slots[index], logits)
-        self._copy(index, ahead)
+        self._copy(index, 0)
 
     def _fill_and_tell(self, slot: _Slot, logits: torch.Tensor) -> None:
         self._fill(slot, logits)
