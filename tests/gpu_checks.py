@@ -198,7 +198,7 @@ def processed(folder: Path) -> None:
         str(model),
         dtype="bfloat16",
         logprobs_mode="processed_logprobs",
-        max_logprobs=20,
+        max_logprobs=64,  # ties at the last place may keep more than top_k
         generation_config="vllm",
         max_model_len=256,
         **ENGINE,
@@ -212,7 +212,7 @@ def processed(folder: Path) -> None:
             top_p=0.95,
             max_tokens=48,
             ignore_eos=True,
-            logprobs=20,
+            logprobs=64,
             seed=rollout_seed(5, key, index),
         )
         for key, index in keys
@@ -232,17 +232,18 @@ def processed(folder: Path) -> None:
                 for token, item in completion.logprobs[position].items()
                 if np.isfinite(item.logprob)
             }
-            assert set(ids.tolist()) == set(finite)
+            assert len(finite) < 64
+            assert set(ids.tolist()) == set(finite), (position, set(ids.tolist()) ^ set(finite))
             for token, logprob in zip(ids.tolist(), logprobs.tolist(), strict=True):
                 error = abs(logprob - finite[token])
-                assert error <= 2e-6 + 2.0**-23 * abs(logprob), (error, logprob)
+                assert error <= 2e-6 + 2.0**-23 * abs(logprob), (position, error, logprob)
                 worst = max(worst, error)
             compared += ids.size
             if ours != theirs:  # another token: the prefixes differ from here on
                 break
     print(f"processed: {compared} logprobs, largest difference {worst:.2e}, {equal} of 32 equal")
     assert compared > 1000
-    assert equal >= 16
+    assert equal >= 16, f"{equal} of 32 sequences are equal"
 
 
 def overflow(folder: Path) -> None:
