@@ -1,17 +1,19 @@
 """What the capture costs: whole jobs with it against the same sampling without, in one engine.
 
     python jobs/bench/capture.py
-    python jobs/bench/capture.py --settings "8 nucleus 20, 174 top-k 20, 174 untruncated 20"
-    python jobs/bench/capture.py --settings "174 nucleus 20" --draws 8
-    python jobs/bench/capture.py --settings "174 nucleus 3" --peer logprobs   # vLLM's own records
-    python jobs/bench/capture.py --settings "174 top-k 3" --peer mask
+    python jobs/bench/capture.py --arms capture --settings "8 nucleus 20, 174 untruncated 20"
+    python jobs/bench/capture.py --arms logprobs,mask --settings "174 top-k 3"
 
 A setting is a mean support, a truncation (nucleus: top_p .95; top-k: top_k 128 and top_p .95;
-untruncated, of which the 128 most probable ids and the tail are recorded) and a number of pairs.
+untruncated, of which the 128 most probable ids and the tail are recorded) and a number of pairs,
+0 for the switched steps alone.
+The arms are the capture, the capture with 8 draws beside it, and vLLM's own records: logprobs of
+the sampled token, of 128 ids flat and as objects, and sampling masks. Each but the first needs an
+engine of its own, hence a process.
 Requests of different lengths run through a Qwen3-1.7B-shaped model with random weights, 512 at
-once; the spread of the logits sets the mean support. The arms alternate within one engine: `stock`
-is vLLM's sampler with nothing recorded, unseeded; the other arm is a whole job of the product, to
-its last commit on a local disk, or vLLM's own logprobs or sampling masks. All sample the same
+once; the spread of the logits sets the mean support. Jobs alternate within one engine: `stock`
+is vLLM's sampler with nothing recorded, unseeded; the other one is a whole job of the product, to
+its last commit on a local disk, or vLLM with its own records. All sample the same
 tokens' number. Printed: the median of the paired speed ratios with a 95 % bootstrap interval, to
 the last token and to the last commit, the added device time of a step by CUDA events, the seconds
 stalled, the disk's own speed, and a check of the stored data.
@@ -23,10 +25,13 @@ import json
 import os
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -59,6 +64,9 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "untruncated": {"top_p": 1.0, "top_k": 0},
 }
 DEFAULT_SETTINGS = "8 nucleus 20, 174 nucleus 20, 4000 nucleus 20, 174 top-k 20, 174 untruncated 20"
+
+ARMS = ("capture", "draws", "logprobs", "mask")
+_DRAWS = 8
 
 # vLLM's own records: what the engine and the requests need for each
 PEERS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
@@ -150,27 +158,40 @@ def compare(
 @click.option("--requests", default=2048, show_default=True, help="Requests of a job.")
 @click.option("--tokens", default=128, show_default=True, help="Mean tokens of a request.")
 @click.option("--folder", "parent", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--draws", default=0, show_default=True)
-@click.option("--peer", type=click.Choice(list(PEERS)), help="Compare vLLM's own records instead.")
+@click.option("--arms", default=",".join(ARMS), show_default=True)
+@click.option("--peer-pairs", default=3, show_default=True, help="Most pairs of vLLM's records.")
 @click.option("--shape", default="{}", help="JSON over the model's configuration.")
 @click.option("--engine", "engine_json", default="{}", help="JSON over the engine's arguments.")
 def main(
     settings: str,
     requests: int,
     tokens: int,
-    draws: int,
+    arms: str,
+    peer_pairs: int,
     parent: Path | None,
-    peer: str | None,
     shape: str,
     engine_json: str,
 ) -> None:
     """Measure the capture on this machine's GPU."""
+    arm, *more = arms.split(",")
+    if unknown := {arm, *more} - set(ARMS):
+        raise click.BadParameter(f"arms {sorted(unknown)}: expected some of {list(ARMS)}")
+    if more:
+        for name in (arm, *more):
+            subprocess.run([sys.executable, *sys.argv, "--arms", name], check=True)
+        return
+    peer = arm if arm in PEERS else None
+    draws = _DRAWS if arm == "draws" else 0
     os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # weights are set in the worker
     cuda = torch.cuda.device_count() > 0
     load = Load(
         requests=requests, tokens=tokens, sampling=SAMPLINGS["nucleus"], capture={"draws": draws}
     )
     chosen = [_setting(text, load) for text in settings.split(",")]
+    if peer:
+        chosen = [(mean, how, what, min(n, peer_pairs)) for mean, how, what, n in chosen]
+    if peer == "mask":  # it takes no other requests
+        chosen = [setting for setting in chosen if setting[1] == "top-k"]
     with tempfile.TemporaryDirectory(prefix="bench-capture-", dir=parent) as root:
         folder = Path(root)
         model = write_model(folder / "model", json.loads(shape))
@@ -198,14 +219,17 @@ def main(
         hidden = (SHAPE | json.loads(shape))["hidden_size"]
         for support, sampling, loaded, pairs in chosen:
             spread = SPREADS[support]
-            llm.apply_model(lambda m, s=spread: set_weights(m, s, hidden))
+            llm.apply_model(partial(set_weights, spread=spread, hidden_size=hidden))
             place = folder / f"{support}-{sampling}"
-            for name, params in (PEERS[peer][1] if peer else {"capture": {}}).items():
-                title = f"{name}, {support} {sampling}"
-                given = params if peer else None
-                _one_setting(title, llm, engine, model, place, loaded, pairs, given)
             if cuda and not peer:
-                _print_steps(engine, model, place, loaded)
+                _print_steps(f"{arm}, {support} {sampling}", engine, model, place, loaded)
+            if not pairs:
+                continue
+            if peer:
+                for name, params in PEERS[peer][1].items():
+                    _peer_jobs(f"{name}, {support} {sampling}", llm, loaded, pairs, params)
+            else:
+                _jobs(f"{arm}, {support} {sampling}", engine, model, place, loaded, pairs)
         engine.close()
 
 
@@ -220,12 +244,12 @@ def _setting(text: str, load: Load) -> tuple[int, str, Load, int]:
     return int(support), sampling, replace(load, sampling=SAMPLINGS[sampling]), int(pairs)
 
 
-def _print_steps(engine: LazyEngine, model: Path, folder: Path, load: Load) -> None:
-    spool = Path(tempfile.mkdtemp(prefix="bench-spool-", dir=memory_disk()))
-    found = switched_steps(engine, spool, load, tokens=_SWITCHED_TOKENS)
+def _print_steps(name: str, engine: LazyEngine, model: Path, folder: Path, load: Load) -> None:
+    with tempfile.TemporaryDirectory(prefix="bench-spool-", dir=memory_disk()) as spool:
+        found = switched_steps(engine, Path(spool), load, tokens=_SWITCHED_TOKENS)
     ratios = [a / b for a, b in zip(found.without, found.recorded, strict=True)]
     print(
-        f"{'':<28} steps of a full batch, switched in blocks: {spread_of(found.without)} ms "
+        f"{name:<28} steps of a full batch, switched in blocks: {spread_of(found.without)} ms "
         f"without, {spread_of(found.recorded)} ms with the capture, speed {interval(ratios)} in "
         f"{len(ratios)} pairs",
         flush=True,
@@ -247,28 +271,19 @@ def peer_engine(job: ResolvedJob, args: dict[str, Any]) -> Any:
     return LLM(**{k: v for k, v in base.items() if k not in stock} | args)
 
 
-def _one_setting(
-    name: str,
-    llm: Any,
-    engine: LazyEngine,
-    model: Path,
-    folder: Path,
-    load: Load,
-    pairs: int,
-    peer: dict[str, Any] | None,
-) -> None:
-    def stock() -> Timing:
-        return run_stock(llm, load)
+def _jobs(name: str, engine: LazyEngine, model: Path, folder: Path, load: Load, pairs: int) -> None:
+    llm = engine.get()._llm
 
-    def other(pair: int) -> Timing:
-        if peer is not None:
-            return run_stock(llm, load, **peer)
+    def capture(pair: int) -> Timing:
         shutil.rmtree(folder / f"{pair - 1}", ignore_errors=True)
         return run_capture(engine, model, folder / f"{pair}", load)
 
-    compare(name, stock, other, pairs)
-    if peer is None:
-        print(f"{'':<28} {check_data(folder / str(pairs))}", flush=True)
+    compare(name, lambda: run_stock(llm, load), capture, pairs)
+    print(f"{'':<28} {check_data(folder / str(pairs))}", flush=True)
+
+
+def _peer_jobs(name: str, llm: Any, load: Load, pairs: int, params: dict[str, Any]) -> None:
+    compare(name, lambda: run_stock(llm, load), lambda _: run_stock(llm, load, **params), pairs)
 
 
 if __name__ == "__main__":
