@@ -98,6 +98,7 @@ def launch_draws(
     out: StepOutput,
     seeds: torch.Tensor,  # [N]
     positions: torch.Tensor,  # [N]
+    distance: torch.Tensor | None,  # [1]
 ) -> None:
     """Write the draws of every row, after the row statistics.
 
@@ -108,12 +109,15 @@ def launch_draws(
         out: the buffers of the step.
         seeds: [N] int64.
         positions: [N] int64.
+        distance: [1] int64 or None, see `capture_step`.
     """
     rows, vocab_size = kinds.shape[0], logits.shape[1]
     scratch = out.scratch
     num_draws = out.draws.shape[1]
+    start, distance = scratch.start(logits, distance)
     _draws_kernel[(rows, launch.ceil_div(num_draws, launch.DRAW_BLOCK))](
-        logits,
+        start,
+        distance,
         sampled_ids,
         kinds,
         seeds,
@@ -132,6 +136,7 @@ def launch_draws(
         scratch.chunk_max.stride(0),
         scratch.group_sum.stride(0),
         num_draws,
+        UNIT=launch.row_unit(logits),
         BLOCK_K=launch.DRAW_BLOCK,
         BLOCK_C=scratch.chunk_start.shape[1],
         GROUPS=launch.CHUNK // launch.GROUP,
@@ -168,6 +173,7 @@ def _uniform_53(high, low):
 
 @triton.jit(
     do_not_specialize=[
+        "distance_ptr",
         "sampled_ids_ptr",
         "kinds_ptr",
         "seeds_ptr",
@@ -183,6 +189,7 @@ def _uniform_53(high, low):
 )
 def _draws_kernel(
     logits_ptr,
+    distance_ptr,
     sampled_ids_ptr,
     kinds_ptr,
     seeds_ptr,
@@ -201,6 +208,7 @@ def _draws_kernel(
     chunk_stride,
     group_stride,
     num_draws,
+    UNIT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -254,7 +262,9 @@ def _draws_kernel(
 
     ids = (at_chunk * GROUPS + at_group)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     value = tl.load(
-        logits_ptr + row * row_stride + ids, mask=ids < vocab_size, other=-float("inf")
+        logits_ptr + tl.load(distance_ptr) * UNIT + row * row_stride + ids,
+        mask=ids < vocab_size,
+        other=-float("inf"),
     ).to(tl.float32)
     weights = tl.exp((value - tl.max(value, axis=1)[:, None]).to(tl.float64))
     at_id, _ = _pick(weights, _clamp_unit(target), GROUP)

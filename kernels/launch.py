@@ -118,6 +118,20 @@ def row_unit(logits: torch.Tensor) -> int:
     return unit if aligned and logits.stride(0) % unit == 0 and logits.shape[1] % unit == 0 else 1
 
 
+def distance(logits: torch.Tensor, anchor: torch.Tensor) -> int:
+    """Return how far behind an anchor logits start, as the kernels are told it.
+
+    Args:
+        logits: [N, V].
+        anchor: aligned to 16 bytes, on the same device.
+
+    Returns:
+        The distance in `row_unit`s of elements, perhaps negative.
+    """
+    unit = row_unit(logits) * logits.element_size()
+    return (logits.data_ptr() - anchor.data_ptr()) // unit
+
+
 def cached_rows(logits: torch.Tensor) -> int:
     """Return how many of the last rows the first pass leaves in the cache for the second.
 
@@ -163,6 +177,10 @@ class CaptureScratch:
     """[R] float32, the log of the sum of exp(logit - row_max)."""
     head_groups: torch.Tensor
     """[R, top] int32, the groups that hold the head."""
+    anchor: torch.Tensor
+    """[16] uint8, an address that stays, from which logits are found whose address does not."""
+    no_distance: torch.Tensor
+    """[1] int64, 0."""
 
     @classmethod
     def allocate(
@@ -205,7 +223,25 @@ class CaptureScratch:
             row_max=zeros((max_rows,), torch.float32),
             row_log_sum=zeros((max_rows,), torch.float32),
             head_groups=zeros((max_rows, max(top, 1)), torch.int32),
+            anchor=zeros((16,), torch.uint8),
+            no_distance=zeros((1,), torch.int64),
         )
+
+    def start(
+        self, logits: torch.Tensor, distance: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the kernels take for the logits' address.
+
+        Args:
+            logits: [N, V].
+            distance: see `capture_step`.
+
+        Returns:
+            A tensor of the logits' dtype, and [1] int64, how far behind it they start.
+        """
+        if distance is None:
+            return logits, self.no_distance
+        return self.anchor.view(logits.dtype), distance
 
     def check(self, *, vocab_size: int, top: int) -> None:
         """Refuse a step that this working memory is too small for.
@@ -240,5 +276,7 @@ class CaptureScratch:
             self.row_max,
             self.row_log_sum,
             self.head_groups,
+            self.anchor,
+            self.no_distance,
         )
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

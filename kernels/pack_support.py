@@ -33,6 +33,7 @@ def launch_pack(
     sampled_ids: torch.Tensor,  # [N]
     kinds: torch.Tensor,  # [N]
     out: StepOutput,
+    distance: torch.Tensor | None,  # [1]
 ) -> None:
     """Write the offsets, the OVERFLOW flags and the entries of KEPT and GREEDY rows.
 
@@ -41,12 +42,15 @@ def launch_pack(
         sampled_ids: [N] int64.
         kinds: [N] int8.
         out: the buffers of the step, after the row statistics.
+        distance: [1] int64 or None, see `capture_step`.
     """
     rows, vocab_size = kinds.shape[0], logits.shape[1]
     scratch = out.scratch
     chunks = launch.ceil_div(vocab_size, launch.CHUNK)
+    start, distance = scratch.start(logits, distance)
     _pack_kernel[(chunks, rows)](
-        logits,
+        start,
+        distance,
         sampled_ids,
         kinds,
         scratch.chunk_count,
@@ -64,6 +68,7 @@ def launch_pack(
         out.entries.shape[0],
         scratch.chunk_count.stride(0),
         scratch.mask_words.stride(0),
+        UNIT=launch.row_unit(logits),
         BLOCK_N=launch.next_power_of_2(out.counts.shape[0]),
         BLOCK_C=scratch.chunk_start.shape[1],
         BLOCK_S=launch.PACK_BLOCK_SPARSE,
@@ -89,6 +94,7 @@ def _last_start(start_ptr, rank, SIZE: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
+        "distance_ptr",
         "sampled_ids_ptr",
         "kinds_ptr",
         "row_stride",
@@ -101,6 +107,7 @@ def _last_start(start_ptr, rank, SIZE: tl.constexpr):
 )
 def _pack_kernel(
     logits_ptr,
+    distance_ptr,
     sampled_ids_ptr,
     kinds_ptr,
     chunk_count_ptr,
@@ -118,6 +125,7 @@ def _pack_kernel(
     capacity,
     chunk_stride,
     word_stride,
+    UNIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -152,7 +160,7 @@ def _pack_kernel(
 
     row_max = tl.load(row_max_ptr + row)
     row_log_sum = tl.load(row_log_sum_ptr + row)
-    row_ptr = logits_ptr + row * row_stride
+    row_ptr = logits_ptr + tl.load(distance_ptr) * UNIT + row * row_stride
     entries_ptr += start
     chunk_start_ptr += row * BLOCK_C
     mask_words_ptr += row * word_stride

@@ -35,6 +35,7 @@ def launch_row_stats(
     kinds: torch.Tensor,  # [N]
     out: StepOutput,
     top: int,
+    distance: torch.Tensor | None,  # [1]
 ) -> None:
     """Fill the scratch, and of each row of `out` the count, sampled logprob and flags but OVERFLOW.
 
@@ -44,13 +45,16 @@ def launch_row_stats(
         kinds: [N] int8.
         out: the buffers of the step; `tail_mass` becomes 0, or NaN in broken TOP rows.
         top: ids recorded of a TOP row.
+        distance: [1] int64 or None, see `capture_step`.
     """
     rows, vocab_size = kinds.shape[0], logits.shape[1]
     scratch = out.scratch
     unit = launch.row_unit(logits)
     chunks = launch.ceil_div(vocab_size, launch.CHUNK)
+    start, distance = scratch.start(logits, distance)
     _chunk_stats_kernel[(chunks, rows)](
-        logits,
+        start,
+        distance,
         kinds,
         scratch.chunk_max,
         scratch.chunk_sum,
@@ -74,7 +78,8 @@ def launch_row_stats(
         num_warps=launch.CHUNK_WARPS,
     )
     _row_stats_kernel[(rows,)](
-        logits,
+        start,
+        distance,
         sampled_ids,
         kinds,
         scratch.chunk_max,
@@ -92,6 +97,7 @@ def launch_row_stats(
         chunks,
         scratch.chunk_max.stride(0),
         top,
+        UNIT=unit,
         BLOCK_C=scratch.chunk_start.shape[1],
         num_warps=1,
     )
@@ -99,6 +105,7 @@ def launch_row_stats(
 
 @triton.jit(
     do_not_specialize=[
+        "distance_ptr",
         "kinds_ptr",
         "row_units",
         "vocab_units",
@@ -109,6 +116,7 @@ def launch_row_stats(
 )
 def _chunk_stats_kernel(
     logits_ptr,
+    distance_ptr,
     kinds_ptr,
     chunk_max_ptr,
     chunk_sum_ptr,
@@ -143,7 +151,7 @@ def _chunk_stats_kernel(
     column = tl.arange(0, WORDS * WIDE)[None, :]
     ids = chunk * CHUNK + across * (WORDS * WIDE) + column
     # products with the constant UNIT, so that the compiler sees what divides them
-    row_ptr = logits_ptr + row * row_units * UNIT
+    row_ptr = logits_ptr + (tl.load(distance_ptr) + row * row_units) * UNIT
     # [ACROSS, WORDS * WIDE]
     inside = ids < vocab_units * UNIT
     # the second pass starts with the last rows: the others make room for them in the cache
@@ -183,6 +191,7 @@ def _chunk_stats_kernel(
 
 @triton.jit(
     do_not_specialize=[
+        "distance_ptr",
         "sampled_ids_ptr",
         "kinds_ptr",
         "row_stride",
@@ -195,6 +204,7 @@ def _chunk_stats_kernel(
 )
 def _row_stats_kernel(
     logits_ptr,
+    distance_ptr,
     sampled_ids_ptr,
     kinds_ptr,
     chunk_max_ptr,
@@ -212,6 +222,7 @@ def _row_stats_kernel(
     num_chunks,
     chunk_stride,
     top,
+    UNIT: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -240,7 +251,7 @@ def _row_stats_kernel(
     sampled = tl.load(sampled_ids_ptr + row)
     inside = (sampled >= 0) & (sampled < vocab_size)
     value = tl.load(
-        logits_ptr + row * row_stride + tl.where(inside, sampled, 0),
+        logits_ptr + tl.load(distance_ptr) * UNIT + row * row_stride + tl.where(inside, sampled, 0),
         mask=inside,
         other=-float("inf"),
     ).to(tl.float32)

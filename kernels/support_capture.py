@@ -33,6 +33,7 @@ def capture_step(
     draws: int,
     seeds: torch.Tensor,  # [M]
     positions: torch.Tensor,  # [M]
+    distance: torch.Tensor | None = None,  # [1]
     impl: Impl | None = None,
 ) -> None:
     """Record the sampler's distribution of every row, without waiting for the device.
@@ -53,6 +54,9 @@ def capture_step(
         draws: independent samples of every row, K, as `out` was allocated for.
         seeds: [M] int64, the seed of each row's rollout; used for the draws alone.
         positions: [M] int64, the output position of each row.
+        distance: [1] int64 on the device, `launch.distance` of the logits from
+            `out.scratch.anchor`, so that one launch serves logits at any address of the same shape,
+            stride, dtype and `launch.row_unit`; None names the address in the launch.
         impl: overrides the choice by device, for tests.
 
     Raises:
@@ -67,12 +71,12 @@ def capture_step(
             logits, sampled_ids, kinds, out, top=top, draws=draws, seeds=seeds, positions=positions
         )
         return
-    launch_row_stats(logits, sampled_ids, kinds, out, top)
-    launch_pack(logits, sampled_ids, kinds, out)
+    launch_row_stats(logits, sampled_ids, kinds, out, top, distance)
+    launch_pack(logits, sampled_ids, kinds, out, distance)
     if top:
-        launch_top(logits, kinds, out, top)
+        launch_top(logits, kinds, out, top, distance)
     if draws:
-        launch_draws(logits, sampled_ids, kinds, out, seeds, positions)
+        launch_draws(logits, sampled_ids, kinds, out, seeds, positions, distance)
 
 
 def _check(

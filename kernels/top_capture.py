@@ -51,7 +51,13 @@ def top_reference(logits: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.T
     return head, torch.exp(torch.logsumexp(rest, dim=0) - total).float()
 
 
-def launch_top(logits: torch.Tensor, kinds: torch.Tensor, out: StepOutput, top: int) -> None:
+def launch_top(
+    logits: torch.Tensor,  # [N, V]
+    kinds: torch.Tensor,  # [N]
+    out: StepOutput,
+    top: int,
+    distance: torch.Tensor | None,  # [1]
+) -> None:
     """Write the entries and the tail mass of TOP rows, after the row statistics.
 
     Args:
@@ -59,12 +65,15 @@ def launch_top(logits: torch.Tensor, kinds: torch.Tensor, out: StepOutput, top: 
         kinds: [N] int8.
         out: the buffers of the step.
         top: ids in the head, at least 1.
+        distance: [1] int64 or None, see `capture_step`.
     """
     rows, vocab_size = kinds.shape[0], logits.shape[1]
     scratch = out.scratch
     unit = launch.row_unit(logits)
+    start, distance = scratch.start(logits, distance)
     _top_kernel[(rows,)](
-        logits,
+        start,
+        distance,
         kinds,
         scratch.chunk_max,
         scratch.group_max,
@@ -95,6 +104,7 @@ def launch_top(logits: torch.Tensor, kinds: torch.Tensor, out: StepOutput, top: 
 
 @triton.jit(
     do_not_specialize=[
+        "distance_ptr",
         "kinds_ptr",
         "row_units",
         "vocab_units",
@@ -107,6 +117,7 @@ def launch_top(logits: torch.Tensor, kinds: torch.Tensor, out: StepOutput, top: 
 )
 def _top_kernel(
     logits_ptr,
+    distance_ptr,
     kinds_ptr,
     chunk_max_ptr,
     group_max_ptr,
@@ -174,7 +185,7 @@ def _top_kernel(
     )
     ids = head_group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     value = tl.load(
-        logits_ptr + row * row_units * UNIT + ids,
+        logits_ptr + (tl.load(distance_ptr) + row * row_units) * UNIT + ids,
         mask=(listed < num_groups)[:, None] & (ids < vocab_units * UNIT),
         other=-float("inf"),
     ).to(tl.float32)

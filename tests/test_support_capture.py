@@ -24,6 +24,7 @@ from oracle_capture import (
     poison,
 )
 
+from rollout.kernels import launch
 from rollout.kernels.launch import CHUNK
 from rollout.kernels.support_capture import RowFlag, RowKind, StepOutput, capture_step
 
@@ -320,6 +321,55 @@ def test_rows_beyond_the_logits_are_nothing(impl: str, device: str) -> None:
     assert padded.offsets[n:].tolist() == [total] * (more + 1)
     for name in ("counts", "sampled_logprobs", "flags", "draws"):
         assert not getattr(padded, name)[n:].any(), name
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("dtype", "skipped", "unit"),
+    [
+        (torch.float32, 0, 4),
+        (torch.float32, 1, 1),  # starts at no multiple of 16 bytes
+        (torch.bfloat16, 0, 8),
+    ],
+)
+def test_logits_are_where_the_device_is_told(
+    device: str, dtype: torch.dtype, skipped: int, unit: int
+) -> None:
+    """A launch made for other logits records those that its distance leads to."""
+    kinds = torch.tensor([KEPT, TOP, GREEDY, NONE], dtype=torch.int8, device=device)
+    n, vocab = len(kinds), 704
+    logits, elsewhere = (
+        torch.full((skipped + n * vocab,), torch.nan, dtype=dtype, device=device)[skipped:].view(
+            n, vocab
+        )
+        for _ in range(2)
+    )
+    logits.copy_(masked_logits(n, vocab, 0.4))
+    assert launch.row_unit(logits) == unit
+    outs = []
+    for given, told in ((logits, False), (elsewhere, True)):
+        out = StepOutput.allocate(
+            max_rows=n, vocab_size=vocab, capacity=5000, top=7, draws=2, device=device
+        )
+        poison(out)
+        behind = launch.distance(logits, out.scratch.anchor)
+        capture_step(
+            given,
+            torch.full((n,), vocab // 2, device=device),
+            kinds,
+            out,
+            top=7,
+            draws=2,
+            seeds=torch.arange(n, device=device),
+            positions=torch.arange(n, device=device),
+            distance=torch.tensor([behind], device=device) if told else None,
+            impl="triton",
+        )
+        outs.append(out)
+    here, there = outs
+    assert int(here.offsets[n]) > 100
+    assert torch.equal(there.header, here.header)
+    assert torch.equal(there.entries, here.entries)
 
 
 def test_slots_share_the_scratch() -> None:

@@ -14,7 +14,6 @@ import torch
 
 MAX_GRAPHS: Final = 64
 """Graphs that are kept; each holds some kilobytes."""
-_ENOUGH: Final = 8  # runs before a graph is made: that takes as long as several of them
 
 
 class LaunchGraphs:
@@ -28,8 +27,8 @@ class LaunchGraphs:
         """
         # a capture needs a stream of its own; nothing runs there
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # a graph, or how often the key has come so far
-        self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph | int] = OrderedDict()
+        # null for a key that has come once
+        self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph | None] = OrderedDict()
 
     def run(self, key: Hashable, launch: Callable[[], None]) -> None:
         """Do on the current stream what `launch` does.
@@ -39,16 +38,17 @@ class LaunchGraphs:
             launch: allocates nothing and waits for nothing.
         """
         graphs = self._graphs
-        found = graphs.setdefault(key, 0)
-        graphs.move_to_end(key)
-        if not isinstance(found, int):
-            found.replay()
-            return
-        if found < _ENOUGH:
+        if key not in graphs:
+            # as it is: it may have to compile, and may never come again
             launch()
-            graphs[key] = found + 1
+            graphs[key] = None
             if len(graphs) > MAX_GRAPHS:
                 graphs.popitem(last=False)
+            return
+        graphs.move_to_end(key)
+        found = graphs[key]
+        if found is not None:
+            found.replay()
             return
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):

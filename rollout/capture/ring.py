@@ -10,6 +10,7 @@ Device memory: `slots` times the buffers of a step; as much on the host.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import subprocess
@@ -27,9 +28,10 @@ from rollout.capture.launch_graphs import LaunchGraphs
 from rollout.capture.request import SKIP, CaptureSettings
 from rollout.capture.ring_process import LOST_FOLDER
 from rollout.capture.shared_ring import RingLayout, SharedRing
+from rollout.capture.step_slot import StepSlot
 from rollout.kernels.copy_out import copy_out
 from rollout.kernels.fetch_step import fetch_step
-from rollout.kernels.launch import CaptureScratch, stream_handle
+from rollout.kernels.launch import distance, row_unit, stream_handle
 from rollout.kernels.support_capture import StepOutput, capture_step
 from rollout.spool import FLAG_LOST, SpoolWriter, StepBlock
 
@@ -40,45 +42,6 @@ _DTYPES = {torch.int64: "int64", torch.int32: "int32", torch.float32: "float32"}
 # what the sampling stream copies itself, .02 ms a MiB: another launch would cost the host more
 _AT_ONCE_BYTES = 2**20
 _PORTABLE_AND_MAPPED = 3  # cudaHostRegister: for every context, with an address on the device
-
-
-class _Slot:
-    """The buffers of one step in flight."""
-
-    def __init__(
-        self,
-        settings: CaptureSettings,
-        rows: int,
-        vocab: int,
-        device: torch.device,
-        scratch: CaptureScratch | None,
-    ) -> None:
-        self.out = StepOutput.allocate(
-            max_rows=rows,
-            vocab_size=vocab,
-            capacity=settings.support_capacity,
-            top=settings.top,
-            draws=settings.draws,
-            device=device,
-            scratch=scratch,
-        )
-        # what the host knows of the step: its number, where the sampled ids are and how many, then
-        # of each row the seed, the position and the kind
-        seeds, positions, kinds, end = (24 + rows * width for width in (0, 8, 16, 17))
-        words = (end + 7) // 8
-        self.host_words = torch.zeros(words, dtype=torch.int64, pin_memory=True)
-        self.words = torch.zeros(words, dtype=torch.int64, device=device)
-        host, there = self.host_words.numpy().view(np.uint8), self.words.view(torch.uint8)
-        self.host_head = host[:seeds].view(np.int64)
-        self.host_seeds = host[seeds:positions].view(np.int64)
-        self.host_positions = host[positions:kinds].view(np.int64)
-        self.host_kinds = host[kinds:end].view(np.int8)
-        self.number = self.words[:1]
-        self.seeds = there[seeds:positions].view(torch.int64)
-        self.positions = there[positions:kinds].view(torch.int64)
-        self.kinds = there[kinds:end].view(torch.int8)
-        # part of the launches, also where they are graphs
-        self.filled = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
 
 
 class RingRecorder:
@@ -110,11 +73,11 @@ class RingRecorder:
         self._settings = settings
         self._device = device
         self._vocab_size = vocab_size
-        self._slots: list[_Slot] = []
+        self._slots: list[StepSlot] = []
         for _ in range(slots):
             # steps run one after the other on the launch stream: one working memory serves all
             scratch = self._slots[0].out.scratch if self._slots else None
-            self._slots.append(_Slot(settings, max_rows, vocab_size, device, scratch))
+            self._slots.append(StepSlot(settings, max_rows, vocab_size, device, scratch))
         self._ring = SharedRing.create(_layout(self._slots[0].out, slots, max_rows))
         memory = torch.from_numpy(self._ring.memory)
         _pin(memory)
@@ -155,13 +118,12 @@ class RingRecorder:
         return self._failed or self._ring.error
 
     def warm_up(self, dtypes: tuple[torch.dtype, ...]) -> None:
-        """Compile every kernel, so that no real step does.
+        """Compile every kernel and prepare its launches, so that no real step does.
 
         Args:
             dtypes: types that logits may have.
         """
-        slot = self._slots[0]
-        rows = min(8, slot.out.counts.numel())
+        rows = min(8, self._slots[0].out.counts.numel())
         vocab = self._vocab_size
         for dtype in dtypes:
             for n in (1, rows):
@@ -173,8 +135,12 @@ class RingRecorder:
                     kinds=(np.arange(n) % 5).astype(np.int8),
                     seeds=np.zeros(n, np.int64),
                 )
-                self._launch(0, logits, sampled, batch, 0)
-        torch.cuda.synchronize(self._device)
+                # both ways of copying, twice: the second time makes the graph
+                for index, ahead in itertools.product(
+                    range(len(self._slots)), 2 * [0, self._settings.support_capacity]
+                ):
+                    self._launch(index, logits, sampled, batch, 0, ahead)
+                    torch.cuda.synchronize(self._device)  # the next one writes to the same memory
 
     def start(self, folder: str) -> None:
         """Record from now on, into a spool folder."""
@@ -244,7 +210,9 @@ class RingRecorder:
             positions=rows.positions,
             kinds=rows.kinds,
         )
-        self._launch(index, logits, sampled, rows, queued + 1)
+        # what the step before it in this slot needed says how much there will be to copy
+        ahead = self._ahead.after(int(self._needs[index][0]))
+        self._launch(index, logits, sampled, rows, queued + 1, ahead)
         ring.queued = queued + 1
 
     def _wait_for_slot(self, queued: int) -> float:
@@ -257,22 +225,27 @@ class RingRecorder:
         return time.monotonic() - start
 
     def _launch(
-        self, index: int, logits: torch.Tensor, sampled: torch.Tensor, rows: BatchRows, ready: int
+        self,
+        index: int,
+        logits: torch.Tensor,
+        sampled: torch.Tensor,
+        rows: BatchRows,
+        ready: int,
+        ahead: int,
     ) -> None:
         n, slot = len(rows.kinds), self._slots[index]
         if sampled.dtype != torch.int64 or not sampled.is_contiguous():
             sampled = sampled.to(torch.int64).contiguous()
-        slot.host_head[:] = (ready, sampled.data_ptr(), n)
+        behind = distance(logits, slot.out.scratch.anchor)
+        slot.host_head[:] = (ready, sampled.data_ptr(), n, behind)
         slot.host_kinds[:n] = rows.kinds
         # always as many rows as there may be, so that one graph serves every step
         slot.host_kinds[n:] = SKIP
         if self._settings.draws:
             slot.host_seeds[:n] = rows.seeds
             slot.host_positions[:n] = rows.positions
-        # the logits lie at a few addresses
-        key = (index, logits.data_ptr(), logits.stride(0), logits.shape[1], logits.dtype)
-        # what the step before it in this slot needed says how much there will be to copy
-        ahead = self._ahead.after(int(self._needs[index][0]))
+        # addresses travel in memory, so one launch serves every step
+        key = (index, logits.stride(0), logits.shape[1], logits.dtype, row_unit(logits))
         if 8 * ahead <= _AT_ONCE_BYTES:
             self._graphs.run((*key, "copy"), lambda: self._fill_and_copy(index, logits))
             return
@@ -292,7 +265,7 @@ class RingRecorder:
             self._stream = torch.cuda.current_stream(self._device)
         return self._stream
 
-    def _fill(self, slot: _Slot, logits: torch.Tensor) -> None:
+    def _fill(self, slot: StepSlot, logits: torch.Tensor) -> None:
         fetch_step(slot.host_words, slot.words, slot.out.sampled_ids)
         capture_step(
             logits,
@@ -303,6 +276,7 @@ class RingRecorder:
             draws=self._settings.draws,
             seeds=slot.seeds,
             positions=slot.positions,
+            distance=slot.distance,
         )
 
     def _copy(self, index: int, ahead: int) -> None:
@@ -321,7 +295,7 @@ class RingRecorder:
         self._fill(self._slots[index], logits)
         self._copy(index, 0)
 
-    def _fill_and_tell(self, slot: _Slot, logits: torch.Tensor) -> None:
+    def _fill_and_tell(self, slot: StepSlot, logits: torch.Tensor) -> None:
         self._fill(slot, logits)
         slot.filled.record(torch.cuda.current_stream(self._device))
 
