@@ -139,8 +139,12 @@ def _set_timed(worker: Any, on: bool) -> dict[str, Any] | None:
     if on:
         record, stop = recorder.record, recorder.stop
         events, launch, take = [], [], []
+        started: dict[int, float] = {}  # CPU time of a process before its first step
 
         def timed_record(*args: Any) -> None:
+            pid = recorder._process.pid
+            if pid not in started:
+                started[pid] = cpu_milliseconds(pid)
             first, last = _event(), _event()
             first.record()
             start = time.perf_counter()
@@ -152,7 +156,8 @@ def _set_timed(worker: Any, on: bool) -> dict[str, Any] | None:
         def timed_stop() -> None:
             if recorder._process is not None:
                 recorder.flush()
-                take.append(cpu_milliseconds(recorder._process.pid))
+                pid = recorder._process.pid
+                take.append(cpu_milliseconds(pid) - started.get(pid, 0.0))
             stop()
 
         worker._bench = (record, stop, events, launch, take)
