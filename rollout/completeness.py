@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
 
 import polars as pl
 
@@ -41,7 +39,8 @@ def count_completeness(view: DatasetView, rollouts: pl.DataFrame | None) -> dict
         failed = {"prompt_key": list(single), "failed": list(single.values())}
         prompts = prompts.join(pl.DataFrame(failed), on="prompt_key", how="left")
         wanted = there + pl.col("failed").fill_null(0)
-    usual: pl.Expr = pl.lit(_usual_samples(view))
+    asked = view.record.samples_asked
+    usual: pl.Expr = pl.lit(1 if asked is None else asked)
     if rollouts is not None:
         size = pl.col("group_size").max().cast(pl.Int64)
         sizes = rollouts.group_by("prompt_key").agg(size)
@@ -86,11 +85,3 @@ def _prompts(view: DatasetView) -> pl.DataFrame:
     distinct = {key: len(samples) for key, samples in view.samples_of(several).items()}
     again = {"prompt_key": list(distinct), "rows": list(distinct.values())}
     return prompts.update(pl.DataFrame(again), on="prompt_key")
-
-
-def _usual_samples(view: DatasetView) -> int:
-    """The samples that the job asks of a prompt."""
-    value: Any = view.record.provenance
-    for key in ("job", "sampling", "n"):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value if isinstance(value, int) else 1

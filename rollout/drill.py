@@ -191,7 +191,7 @@ def show_prompt(view: DatasetView, name: str, text: TokenText) -> PromptView:
     prompt_id, key = find_prompt(view, name)
     lines: dict[int, SampleLine] = {}
     prompt_tokens: tuple[int, ...] | None = None
-    size = _asked_for(view)
+    size = view.record.samples_asked or 0
     for record, indices in _parts_of(view, key):
         try:
             rows = list(_read_rows(view, record, indices, _SAMPLE_COLUMNS))
@@ -258,13 +258,6 @@ def show_sample(
                 f"{item.reason}: {item.detail}"
             )
     raise DatasetError(f"prompt {prompt_id!r} sample {sample}: not sampled")
-
-
-def _asked_for(view: DatasetView) -> int:
-    job = view.record.provenance.get("job")
-    sampling = job.get("sampling") if isinstance(job, dict) else None
-    found = sampling.get("n") if isinstance(sampling, dict) else None
-    return found if isinstance(found, int) else 0
 
 
 def _parts_of(view: DatasetView, key: str) -> Iterator[tuple[CommitRecord, list[int]]]:

@@ -233,8 +233,8 @@ class _Verification:
     def _count(self) -> None:
         """Count what is missing of what was planned."""
         ledger, report = self._ledger, self._report
-        asked = self._record.provenance.get("job", {}).get("sampling", {}).get("n")
-        usual = asked if isinstance(asked, int) else 1
+        asked = self._record.samples_asked
+        usual = 1 if asked is None else asked
         for number in range(len(ledger.keys)):
             there = ledger.num_samples(number)
             if ledger.is_set_aside(number) and not there:

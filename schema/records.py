@@ -53,6 +53,14 @@ class DatasetRecord:
     provenance: dict[str, Json]
     """What else a person wants to know: versions, machine, job file."""
 
+    @property
+    def samples_asked(self) -> int | None:
+        """Rollouts that the job asks for of a prompt; None where no job is recorded."""
+        value: Json = self.provenance
+        for key in ("job", "sampling", "n"):
+            value = value.get(key) if isinstance(value, dict) else None
+        return value if isinstance(value, int) else None
+
     def to_json(self) -> bytes:
         """Serialise, for people to read too."""
         return _dump(dataclasses.asdict(self), indent=2)
