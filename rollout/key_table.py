@@ -1,32 +1,39 @@
-"""Numbers for keys, held as digests in numpy arrays: 20 bytes a key, whatever its length.
+"""Numbers for keys, held as digests in numpy arrays: 18 bytes a key, whatever its length.
 
-A job knows millions of prompts; as Python strings in dicts each would cost hundreds of bytes.
+A job knows millions of prompts; as Python strings in dicts each would cost hundreds of bytes. The
+arrays live as long as the job, in pages of their own: these take no memory before they are written,
+and go back to the system when runs are merged, whatever else stands on the heap.
 """
 
 from __future__ import annotations
 
 import hashlib
+import mmap
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
-# runs are merged up to this many keys: what larger ones leave behind when they are copied, the
-# allocator would keep
+_Scalar = TypeVar("_Scalar", bound=np.generic)
+
+# runs are merged up to this many keys, so that a key's place among those of its run is a uint16
 _LARGEST_RUN: Final = 2**16
-_CHUNK: Final = 2**15
+_CHUNK: Final = 2**16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Run:
-    """Keys sorted by the first half of their digest."""
+    """Keys that were numbered one after the other, sorted by the first half of their digest."""
 
+    first: int
+    """The lowest of their numbers."""
     high: NDArray[np.uint64]
     low: NDArray[np.uint64]
-    numbers: NDArray[np.int32]
+    offsets: NDArray[np.uint16]
+    """Each key's number, from `first` on."""
 
 
 class KeyTable:
@@ -82,14 +89,17 @@ class KeyTable:
         if not new:
             return
         added = np.array(list(new), np.uint64).reshape(-1, 2)
-        order = np.argsort(added[:, 0], kind="stable")
-        self._insert(
-            _Run(
-                high=added[order, 0],
-                low=added[order, 1],
-                numbers=(self._size + order).astype(np.int32),
+        for start in range(0, len(added), _LARGEST_RUN):
+            piece = added[start : start + _LARGEST_RUN]
+            order = np.argsort(piece[:, 0], kind="stable")
+            self._insert(
+                _Run(
+                    first=self._size + start,
+                    high=_kept(piece[order, 0]),
+                    low=_kept(piece[order, 1]),
+                    offsets=_kept(order.astype(np.uint16)),
+                )
             )
-        )
         self._size += len(new)
 
     def _find(self, digests: NDArray[np.uint64]) -> NDArray[np.int32]:
@@ -104,7 +114,7 @@ class KeyTable:
                 same = run.high[at] == digests[left, 0]
                 left, at = left[same], at[same]
                 hit = run.low[at] == digests[left, 1]
-                numbers[left[hit]] = run.numbers[at[hit]]
+                numbers[left[hit]] = run.offsets[at[hit]].astype(np.int32) + run.first
                 left, at = left[~hit], at[~hit] + 1
         return numbers
 
@@ -121,14 +131,13 @@ class KeyTable:
 
 
 class Column:
-    """A number for each key of a table, 0 until it is set; grows with the table.
+    """A number >= 0 for each key of a table, 0 until it is set; grows with the table.
 
-    Args:
-        dtype: numpy's name of the type.
+    Most are small: each stretch of keys has the narrowest type that holds its numbers.
     """
 
-    def __init__(self, dtype: str) -> None:
-        self._dtype = dtype
+    def __init__(self) -> None:
+        """Start with zeros."""
         self._chunks: list[NDArray[Any]] = []
 
     def __getitem__(self, number: int) -> int:
@@ -136,10 +145,15 @@ class Column:
         return int(self._chunks[chunk][number % _CHUNK]) if chunk < len(self._chunks) else 0
 
     def __setitem__(self, number: int, value: int) -> None:
-        chunk = number // _CHUNK
-        while chunk >= len(self._chunks):
-            self._chunks.append(np.zeros(_CHUNK, self._dtype))
-        self._chunks[chunk][number % _CHUNK] = value
+        index = number // _CHUNK
+        while index >= len(self._chunks):
+            self._chunks.append(_pages(_CHUNK, np.uint8))
+        chunk = self._chunks[index]
+        if value > np.iinfo(chunk.dtype).max:
+            wider = _pages(_CHUNK, np.min_scalar_type(value))
+            wider[:] = chunk
+            self._chunks[index] = chunk = wider
+        chunk[number % _CHUNK] = value
 
 
 class IdSet:
@@ -168,7 +182,7 @@ class IdSet:
         repeated = np.ones(len(digests), bool)
         repeated[first] = False
         if unique.size:
-            self._insert(unique)
+            self._insert(_kept(unique))
         found: list[int] = np.flatnonzero(known | repeated).tolist()
         return found
 
@@ -178,8 +192,7 @@ class IdSet:
             if last.size > 2 * run.size or last.size + run.size > _LARGEST_RUN:
                 break
             del self._runs[-1]
-            run = np.concatenate([last, run])
-            run.sort(kind="stable")
+            run = _interleaved(last, run, _places(last, run))
         self._runs.append(run)
 
 
@@ -193,11 +206,44 @@ def _digests(keys: Sequence[str]) -> NDArray[np.uint64]:
 
 
 def _merged(first: _Run, second: _Run) -> _Run:
-    high = np.concatenate([first.high, second.high])
-    # on two sorted runs a merge, not a sort
-    order = np.argsort(high, kind="stable")
+    """Merge two runs, the second numbered right after the first."""
+    places = _places(first.high, second.high)
+    behind = second.offsets + np.uint16(first.high.size)
     return _Run(
-        high=high[order],
-        low=np.concatenate([first.low, second.low])[order],
-        numbers=np.concatenate([first.numbers, second.numbers])[order],
+        first=first.first,
+        high=_interleaved(first.high, second.high, places),
+        low=_interleaved(first.low, second.low, places),
+        offsets=_interleaved(first.offsets, behind, places),
     )
+
+
+def _places(first: NDArray[np.uint64], second: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Find where the values of a second sorted array come to stand among those of a first."""
+    places = np.searchsorted(first, second, side="right")
+    places += np.arange(second.size)
+    return places
+
+
+def _interleaved(
+    first: NDArray[_Scalar], second: NDArray[_Scalar], places: NDArray[np.int64]
+) -> NDArray[_Scalar]:
+    """Put values at their places among others, with little memory but for the result."""
+    merged: NDArray[_Scalar] = _pages(first.size + second.size, first.dtype)
+    others = np.ones(merged.size, bool)
+    others[places] = False
+    merged[others] = first
+    merged[places] = second
+    return merged
+
+
+def _kept(values: NDArray[_Scalar]) -> NDArray[_Scalar]:
+    """Copy an array that is to stay."""
+    pages: NDArray[_Scalar] = _pages(values.size, values.dtype)
+    pages[:] = values
+    return pages
+
+
+def _pages(size: int, dtype: DTypeLike) -> NDArray[Any]:
+    """Make an array of zeros in pages of its own, which the system has back when it is freed."""
+    num_bytes = size * np.dtype(dtype).itemsize
+    return np.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE), dtype)

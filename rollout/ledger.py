@@ -1,4 +1,4 @@
-"""What a dataset's plan and records say of every prompt, in some 30 bytes each."""
+"""What a dataset's plan and records say of every prompt, in some 20 bytes each."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Ledger:
         """Rollouts that are committed."""
         self._lock = threading.RLock()
         self._unit_numbers: dict[str, int] = {}
-        self._unit = Column("int32")  # 1 + index into units; 0 without one
-        self._first_missing = Column("int32")  # samples below it are committed
+        self._unit = Column()  # 1 + index into units; 0 without one
+        self._first_missing = Column()  # samples below it are committed
         self._beyond: dict[int, int] = {}  # committed samples from there on, as bits
-        self._flags = Column("uint8")
+        self._flags = Column()
         self._samples_set_aside: set[tuple[int, int]] = set()
 
     def numbers(self, keys: Sequence[str]) -> list[int]:

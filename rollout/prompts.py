@@ -115,7 +115,7 @@ class _Occurrences:
 
     def __init__(self, keys: KeyTable) -> None:
         self._keys = keys
-        self._times = Column("int32")
+        self._times = Column()
 
     def told_apart(self, rows: Sequence[Prompt | Rejection]) -> list[Prompt | Rejection]:
         """Give rows the keys that they keep."""

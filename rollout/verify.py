@@ -116,7 +116,7 @@ class _Verification:
         self._record = record
         self._rows = rows
         self._ledger = Ledger()
-        self._asked = Column("int32")
+        self._asked = Column()
         self._failed: dict[int, int] = {}  # samples set aside, as bits
         self._report = VerifyReport(url=storage.url, rows_checked=rows)
         self._plan_whole = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -69,11 +70,51 @@ def test_a_set_of_ids_finds_every_repeated_one() -> None:
 
 
 @pytest.mark.usefixtures("small_runs")
+def test_many_keys_added_at_once_are_found() -> None:
+    # more than one run holds
+    keys = [f"k{i}" for i in range(150)]
+    table = KeyTable()
+    table.add(["k70", "other"])
+    expected = dict.fromkeys(["k70", "other", *keys])
+    numbers = {key: number for number, key in enumerate(expected)}
+    assert table.add([*keys, "k0"]).tolist() == [numbers[key] for key in [*keys, "k0"]]
+    assert table.find([*keys, "no"]).tolist() == [*(numbers[key] for key in keys), -1]
+
+
+@pytest.mark.usefixtures("small_runs")
 def test_columns_are_zero_until_set() -> None:
-    column = Column("int32")
+    column = Column()
     assert column[5] == 0
-    column[19] = -3
-    assert [column[i] for i in (0, 18, 19, 20, 1000)] == [0, 0, -3, 0, 0]
+    column[19] = 3
+    assert [column[i] for i in (0, 18, 19, 20, 1000)] == [0, 0, 3, 0, 0]
+
+
+@pytest.mark.usefixtures("small_runs")
+def test_columns_hold_any_number() -> None:
+    rng = random.Random(4)
+    column, expected = Column(), dict[int, int]()
+    for bits in (8, 9, 16, 17, 32, 33, 63):
+        for number in rng.sample(range(100), 20):
+            for value in (2**bits - 1, rng.randrange(2**bits), 1):
+                column[number] = expected[number] = value
+                assert column[number] == value
+        assert [column[i] for i in range(120)] == [expected.get(i, 0) for i in range(120)]
+
+
+def test_what_is_kept_of_a_key_is_18_bytes_and_1_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    # in arrays that Python's memory is traced for
+    monkeypatch.setattr(key_table, "_pages", np.zeros)
+    table, column = KeyTable(), Column()
+    tracemalloc.start()
+    try:
+        for start in range(0, 2**18, 2**13):
+            numbers = table.add([f"key {i}" for i in range(start, start + 2**13)])
+            column[int(numbers[-1])] = 200
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    # and some tuples that Python keeps for later
+    assert held <= 19 * 2**18 + 3 * 2**16
 
 
 def test_committed_samples_in_any_order() -> None:
