@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import unicodedata
 from collections.abc import Sequence
 from typing import Final
 
 from rollout.drill import Alternative, PromptView, SampleLine, SampleView, TokenLine
-from rollout.inspect_text import WIDTH, bar, printable
+from rollout.terminal_text import WIDTH, bar, fit, fit_end, pad, printable
 
 _SHOWN_TOKENS: Final = 400
 _SHOWN_IDS: Final = 24
@@ -19,12 +18,12 @@ _TEXT: Final = 18
 def format_prompt(view: PromptView) -> str:
     """Lay out one prompt and its samples, a line each."""
     lines = [
-        _fit(f"prompt     {printable(view.prompt_id)} (key {view.prompt_key[:16]})", WIDTH),
+        fit(f"prompt     {printable(view.prompt_id)} (key {view.prompt_key[:16]})", WIDTH),
         *_texts("text", view.prompt_text, view.prompt_token_ids),
     ]
     if view.rejected is not None:
         why = f"{view.rejected.reason}: {view.rejected.detail}"
-        lines.append(_fit(f"set aside  at {view.rejected.stage}: {printable(why)}", WIDTH))
+        lines.append(fit(f"set aside  at {view.rejected.stage}: {printable(why)}", WIDTH))
     if view.samples:
         lines += ["", _SAMPLE_HEAD, *(_sample_line(sample) for sample in view.samples)]
     return "\n".join(line.rstrip() for line in lines)
@@ -46,8 +45,8 @@ def format_token(view: SampleView) -> str:
     lines = [*_facts(view), "", f"token {token.position} of {view.num_tokens}"]
     if view.before is not None and view.after is not None and token.text is not None:
         before, after = _quoted(view.before)[1:-1], _quoted(view.after)[1:-1]
-        lines.append("  ..." + _fit_end(before, 36) + " >>" + _quoted(token.text)[1:-1] + "<< ")
-        lines[-1] = _fit(lines[-1] + _fit(after, 36), WIDTH)
+        lines.append("  ..." + fit_end(before, 36) + " >>" + _quoted(token.text)[1:-1] + "<< ")
+        lines[-1] = fit(lines[-1] + fit(after, 36), WIDTH)
     facts = [f"id {token.id}", f"log q {_number(token.logprob)}"]
     if token.logprob is not None:
         facts.append(f"q {math.exp(token.logprob):.4g}")
@@ -63,7 +62,7 @@ def format_token(view: SampleView) -> str:
     if token.rank is not None and token.rank > _SHOWN_IDS:
         shown.append((token.rank, token.alternatives[token.rank - 1]))
     if shown:
-        lines.append(f"{'rank':>8} {'id':>8}  {_pad('text', _TEXT)} {'log q':>9} {'q':>9}")
+        lines.append(f"{'rank':>8} {'id':>8}  {pad('text', _TEXT)} {'log q':>9} {'q':>9}")
     lines += [_alternative(rank, item) for rank, item in shown]
     rest = token.alternatives[_SHOWN_IDS:]
     if rest:
@@ -85,7 +84,7 @@ _TOKEN_HEAD = (
 def _sample_line(sample: SampleLine) -> str:
     head = f"{sample.sample_index:>6} "
     if sample.status != "committed":
-        return _fit(f"{head}{sample.status} {printable(sample.why or '')}", WIDTH)
+        return fit(f"{head}{sample.status} {printable(sample.why or '')}", WIDTH)
     line = (
         f"{head}{sample.num_tokens:>7} {(sample.finish_reason or '-')[:8]:<8} "
         f"{_reward(sample):>8} {_number(sample.advantage):>8} "
@@ -94,7 +93,7 @@ def _sample_line(sample: SampleLine) -> str:
     )
     if sample.nonfinite_logprobs:
         line += f"{sample.nonfinite_logprobs} NaN or infinite log q! "
-    return _fit(line + (_quoted(sample.text) if sample.text is not None else ""), WIDTH)
+    return fit(line + (_quoted(sample.text) if sample.text is not None else ""), WIDTH)
 
 
 def _facts(view: SampleView) -> list[str]:
@@ -104,21 +103,21 @@ def _facts(view: SampleView) -> list[str]:
     step = "" if view.policy_step is None else f", policy step {view.policy_step}"
     facts = f"{view.num_tokens} tokens, finish {finish}, temperature {view.temperature:g}{step}"
     return [
-        _fit(f"prompt     {printable(view.prompt_id)} sample {view.sample_index}", WIDTH),
-        _fit(f"rollout    {view.rollout_id} in {view.file}", WIDTH),
-        _fit(f"facts      {facts}", WIDTH),
+        fit(f"prompt     {printable(view.prompt_id)} sample {view.sample_index}", WIDTH),
+        fit(f"rollout    {view.rollout_id} in {view.file}", WIDTH),
+        fit(f"facts      {facts}", WIDTH),
         f"reward     {_reward(view)}, advantage {_number(view.advantage)}",
         *_texts("prompt", view.prompt_text, view.prompt_token_ids),
         *_texts("sampled", view.text, None),
-        *([] if view.metadata is None else [_fit(f"metadata   {printable(view.metadata)}", WIDTH)]),
+        *([] if view.metadata is None else [fit(f"metadata   {printable(view.metadata)}", WIDTH)]),
     ]
 
 
 def _texts(label: str, text: str | None, ids: Sequence[int] | None) -> list[str]:
     if text is not None:
-        return [_fit(f"{label:<11}{_quoted(text)}", WIDTH)]
+        return [fit(f"{label:<11}{_quoted(text)}", WIDTH)]
     if ids is not None:
-        return [_fit(f"{label:<11}ids {' '.join(map(str, ids[:40]))}", WIDTH)]
+        return [fit(f"{label:<11}ids {' '.join(map(str, ids[:40]))}", WIDTH)]
     return []
 
 
@@ -129,8 +128,8 @@ def _token_line(token: TokenLine) -> str:
     text = "" if token.text is None else _quoted(token.text)
     size = "-" if token.support_size is None else f"{token.support_size:,}"
     tail = "-" if token.tail_mass is None else f"{token.tail_mass:.2g}"
-    return _fit(
-        f"{token.position:>6} {token.id:>8}  {_pad(text, _TEXT)} {_number(token.logprob):>9} "
+    return fit(
+        f"{token.position:>6} {token.id:>8}  {pad(text, _TEXT)} {_number(token.logprob):>9} "
         f"{size:>7} {tail:>8} {bar(share, 10):<11}{best}",
         WIDTH,
     )
@@ -141,7 +140,7 @@ def _alternative(rank: int, item: Alternative) -> str:
     share = math.exp(item.logprob)
     mark = "*" if item.sampled else " "
     return (
-        f"{mark}{rank:>7,} {item.id:>8}  {_pad(text, _TEXT)} {_number(item.logprob):>9} "
+        f"{mark}{rank:>7,} {item.id:>8}  {pad(text, _TEXT)} {_number(item.logprob):>9} "
         f"{share:>9.3g}  {bar(share, 40)}"
     )
 
@@ -163,32 +162,3 @@ def _number(value: float | None) -> str:
 
 def _quoted(text: str) -> str:
     return printable(json.dumps(text, ensure_ascii=False))
-
-
-def _columns(char: str) -> int:
-    if unicodedata.combining(char):
-        return 0
-    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
-
-
-def _fit(text: str, width: int) -> str:
-    """Cut a text to so many columns; wide characters take two."""
-    used, kept = 0, ""
-    for index, char in enumerate(text):
-        used += _columns(char)
-        if used > width - 3 and sum(map(_columns, text[index:])) + used - _columns(char) > width:
-            return kept + "..."
-        kept += char
-    return kept
-
-
-def _fit_end(text: str, width: int) -> str:
-    """Keep the last columns of a text."""
-    while sum(map(_columns, text)) > width:
-        text = text[max(1, (len(text) - width) // 2) :]
-    return text
-
-
-def _pad(text: str, width: int) -> str:
-    text = _fit(text, width)
-    return text + " " * (width - sum(map(_columns, text)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,10 +12,11 @@ from rollout.drill import show_prompt, show_sample
 from rollout.drill_text import format_prompt, format_sample, format_token
 from rollout.errors import ConfigError
 from rollout.inspect import inspect_dataset
-from rollout.inspect_text import WIDTH, format_report
+from rollout.inspect_text import format_report
 from rollout.report import INSPECT_VERSION
 from rollout.storage import Storage
 from rollout.storage_arguments import parse_storage_options
+from rollout.terminal_text import WIDTH, wrap
 from rollout.token_text import find_token_text
 
 
@@ -62,5 +62,5 @@ def run_inspect(
         )
     if text.note is not None:
         note = f"no text of single tokens: {text.note}"
-        printed += "\n\n" + "\n".join(textwrap.wrap(note, WIDTH))
+        printed += "\n\n" + "\n".join(wrap(note, WIDTH))
     return printed

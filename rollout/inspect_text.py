@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import shlex
-import textwrap
 from typing import Any, Final
 
 from rollout.agreement_file import summary_of
 from rollout.report import InspectReport
 from rollout.rows import Rejection
 from rollout.tally import Spread
+from rollout.terminal_text import WIDTH, fit_middle, printable, wrap
 
-WIDTH: Final = 100
 _LABEL = 15
 _COLUMNS = ("mean", "min", "p10", "median", "p90", "p99", "max")
 _LISTED = 10
@@ -111,18 +110,6 @@ def describe(item: Rejection) -> str:
     return f"{printable(name)} {which} ({printable(item.file)}{line}): {item.reason}: " + printable(
         item.detail
     )
-
-
-def printable(text: str) -> str:
-    """Escape what a terminal would not print as it stands: control characters and line breaks."""
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
-    )
-
-
-def bar(share: float, width: int) -> str:
-    """Draw a share of 1 as a bar of `#`, empty below half a character."""
-    return "#" * round(min(max(share, 0.0), 1.0) * width)
 
 
 def status_of(report: InspectReport) -> str:
@@ -243,17 +230,12 @@ def _number(value: float, digits: int) -> str:
 
 
 def _wrapped(label: str, text: str) -> list[str]:
-    pieces = textwrap.wrap(text, WIDTH - _LABEL, break_long_words=True) or [""]
-    return [f"{label:<{_LABEL}}{pieces[0]}", *(" " * _LABEL + piece for piece in pieces[1:])]
+    first, *rest = wrap(text, WIDTH - _LABEL)
+    return [f"{label:<{_LABEL}}{first}", *(" " * _LABEL + line for line in rest)]
 
 
 def _line(label: str, text: str) -> str:
-    room = WIDTH - _LABEL
-    if len(text) > room:
-        # both ends of a path or a list of reasons say more than its middle
-        half = (room - 3) // 2
-        text = f"{text[:half]}...{text[-half:]}"
-    return f"{label:<{_LABEL}}{text}"
+    return f"{label:<{_LABEL}}{fit_middle(text, WIDTH - _LABEL)}"
 
 
 def counted(number: int, noun: str) -> str:

@@ -369,6 +369,27 @@ def test_the_report_fits_100_columns_whatever_it_holds(report: InspectReport) ->
     assert "..." in lines[0]
 
 
+def test_characters_of_two_columns_are_counted_as_two(report: InspectReport) -> None:
+    item = make_rejection("key", prompt_id="\u6f22" * 200)
+    wide = replace(
+        report,
+        url="out/" + "\u6f22" * 90,
+        model="e\u0301" * 40,
+        sampling={"stop": ["\u3002" * 60, "\u6f22" * 30]},
+        rejected=(item,),
+    )
+    lines = format_report(wide).splitlines()[:-1]
+    shown = [line for line in lines if "\u6f22" in line or "\u3002" in line]
+    assert len(shown) >= 4
+    for line in shown:
+        two = sum(char in "\u6f22\u3002" for char in line)
+        assert len(line) + two <= 100
+    # as many as there is room for: an accent of its own takes none
+    assert len(shown[0]) + shown[0].count("\u6f22") >= 97
+    (made_by,) = (line for line in lines if line.startswith("made by"))
+    assert "e\u0301" * 40 in made_by
+
+
 def test_tally_equals_brute_force_over_many_small_lots() -> None:
     rng = random.Random(2)
     for size in (1, 2, 30, 199, 1000):
