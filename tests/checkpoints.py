@@ -12,7 +12,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 VOCAB = 300
-BYTES = 256
 BOS, EOS = 256, 257
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'boom' %}"

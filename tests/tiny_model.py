@@ -10,7 +10,6 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-TOKENIZER_SIZE = 259  # 256 bytes and three special tokens
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}]"
