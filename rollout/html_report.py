@@ -11,11 +11,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from rollout.agreement_file import summary_of
 from rollout.dataset import DatasetView, read_dataset
 from rollout.errors import ConfigError, OutputError
 from rollout.inspect import inspect_view
-from rollout.inspect_text import counted, groups_of, made_by, settings_of, status_of
+from rollout.inspect_text import (
+    agreement_of,
+    counts_of,
+    groups_of,
+    made_by,
+    settings_of,
+    status_of,
+)
 from rollout.report import InspectReport
 from rollout.report_data import ReportData, collect
 from rollout.storage import Storage
@@ -206,28 +212,13 @@ def _facts(found: InspectReport) -> str:
     rows = [
         ("made by", made_by(found)),
         ("settings", settings_of(found)),
-        (
-            "prompts",
-            f"{found.prompts_planned:,} planned: {found.prompts_complete:,} complete, "
-            f"{found.prompts_started:,} in part; {found.prompts_rejected:,} rejected",
-        ),
-        (
-            "rollouts",
-            f"{found.rollouts_committed:,} of {found.rollouts_planned:,} committed, "
-            f"{found.rollouts_rejected:,} rejected, {found.rollouts_missing:,} missing",
-        ),
-        (
-            "stored",
-            f"{counted(found.parts, 'part')}, {found.data_bytes / 1e6:,.1f} MB, "
-            f"{found.total_tokens:,} tokens, {found.total_entries:,} support entries",
-        ),
+        *counts_of(found),
     ]
     if found.rewards is not None:
         rows.append(("reward", f"{found.rewards.mean:.4f} on average; {groups_of(found)}"))
     if found.nonfinite_rewards:
         rows.append(("reward", f"{found.nonfinite_rewards:,} NaN or infinite"))
-    said = "not compared: rollout agree --save"
-    rows.append(("agreement", said if found.agreement is None else summary_of(found.agreement)))
+    rows.append(("agreement", agreement_of(found)))
     if found.first_prompt is not None:
         command = f"rollout inspect {shlex.quote(found.url)} --prompt "
         rows.append(
@@ -265,9 +256,9 @@ def _problems(found: InspectReport) -> list[str]:
 
 def _agreement(found: InspectReport) -> str:
     if found.agreement is None:
-        return '<p class="none">not compared: rollout agree --save</p>'
+        return f'<p class="none">{_text(agreement_of(found))}</p>'
     tables = [
-        f"<p>{_text(summary_of(found.agreement))}. A ratio is the trainer's probability of a token "
+        f"<p>{_text(agreement_of(found))}. A ratio is the trainer's probability of a token "
         "over the sampler's.</p>"
     ]
     for name in ("by_position", "by_support"):

@@ -55,21 +55,7 @@ def _facts(report: InspectReport) -> list[str]:
         _line("made by", made_by(report)),
         *_wrapped("settings", settings_of(report)),
         _line("fingerprint", f"{report.fingerprint[:32]}, format {report.format_version}"),
-        _line(
-            "prompts",
-            f"{report.prompts_planned:,} planned: {report.prompts_complete:,} complete, "
-            f"{report.prompts_started:,} in part; {report.prompts_rejected:,} rejected",
-        ),
-        _line(
-            "rollouts",
-            f"{report.rollouts_committed:,} of {report.rollouts_planned:,} committed, "
-            f"{report.rollouts_rejected:,} rejected, {report.rollouts_missing:,} missing",
-        ),
-        _line(
-            "stored",
-            f"{counted(report.parts, 'part')}, {_size(report.data_bytes)}, "
-            f"{report.total_tokens:,} tokens, {report.total_entries:,} support entries",
-        ),
+        *(_line(label, text) for label, text in counts_of(report)),
     ]
     if report.first_commit is not None:
         lines.append(_line("committed", f"{report.first_commit} to {report.last_commit}"))
@@ -95,7 +81,7 @@ def _facts(report: InspectReport) -> list[str]:
     ]
     lines += [_line("", f"  {describe(item)}") for item in report.rejected[:_LISTED]]
     lines += _more(len(report.rejected))
-    lines += _wrapped("agreement", _agreement(report))
+    lines += _wrapped("agreement", agreement_of(report))
     if report.first_prompt is not None:
         name = shlex.quote(printable(report.first_prompt))
         lines.append(_line("look closer", f"--prompt {name}, with it --sample 0, and --token 0"))
@@ -159,13 +145,35 @@ def settings_of(report: InspectReport) -> str:
     return ", ".join(said) or "not recorded"
 
 
+def counts_of(report: InspectReport) -> list[tuple[str, str]]:
+    """Count prompts, rollouts and what is stored: a label and a text each."""
+    return [
+        (
+            "prompts",
+            f"{report.prompts_planned:,} planned: {report.prompts_complete:,} complete, "
+            f"{report.prompts_started:,} in part; {report.prompts_rejected:,} rejected",
+        ),
+        (
+            "rollouts",
+            f"{report.rollouts_committed:,} of {report.rollouts_planned:,} committed, "
+            f"{report.rollouts_rejected:,} rejected, {report.rollouts_missing:,} missing",
+        ),
+        (
+            "stored",
+            f"{counted(report.parts, 'part')}, {_size(report.data_bytes)}, "
+            f"{report.total_tokens:,} tokens, {report.total_entries:,} support entries",
+        ),
+    ]
+
+
 def groups_of(report: InspectReport) -> str:
     """Say how many groups teach nothing by comparison."""
     groups = counted(report.groups_with_rewards, "group")
     return f"the same throughout in {report.groups_even:,} of {groups}"
 
 
-def _agreement(report: InspectReport) -> str:
+def agreement_of(report: InspectReport) -> str:
+    """Say how far a trainer agrees with the sampler, or how to find out."""
     if report.agreement is None:
         return "trainer and sampler were not compared: `rollout agree --save` does it"
     return summary_of(report.agreement)

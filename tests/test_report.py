@@ -168,7 +168,7 @@ def test_the_page_answers_the_questions(complete_page: str, damaged_page: str) -
         "token 17: NaN or infinite logits",
         "901 tokens, the model takes 512",
         "1 NaN or infinite",
-        "not compared: rollout agree --save",
+        "were not compared: `rollout agree --save` does it",
         "bfloat16, vllm 0.32.0",
         "n 4, temperature 1.0, top_p 0.9, max_tokens 64",
         "capture: bad_numerics",
