@@ -25,7 +25,8 @@ def describe_job(config: JobConfig) -> str:
         RolloutError: as `generate` would, before it loads weights.
     """
     job = resolve_job(config)
-    storage = Storage.open(config.output.path, config.output.storage_options)
+    output = config.output
+    storage = Storage.open(output.path, output.storage_options, retry_seconds=output.retry_seconds)
     storage.probe()
     exists = dataset_exists(storage, job.record)
     effective = config.model_dump(mode="json")

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-_COLUMNS = 100
+from rollout.terminal_text import WIDTH, fit, printable
 
 
 @dataclass(kw_only=True, slots=True)
@@ -135,5 +135,4 @@ class Summary:
 
 
 def _line(name: str, text: str) -> str:
-    line = f"{name:<13} {' '.join(text.split())}"
-    return line if len(line) <= _COLUMNS else line[: _COLUMNS - 3] + "..."
+    return fit(f"{name:<13} {printable(' '.join(text.split()))}", WIDTH)

@@ -101,6 +101,14 @@ def test_the_table() -> None:
     assert made.table().isascii()
 
 
+def test_what_others_wrote_fits_the_terminal_and_does_not_drive_it() -> None:
+    lines = (
+        summary(reward_errors=1, first_reward_error="\x1b[2J" + "\u6f22" * 90).table().split("\n")
+    )
+    assert lines[-1].startswith("reward        1 failed: \\x1b[2J\u6f22")
+    assert 98 <= len(lines[-1]) + lines[-1].count("\u6f22") <= 100
+
+
 def test_the_table_of_a_run_that_did_nothing() -> None:
     table = summary(rollouts_skipped=8, rollouts_committed=0).table()
     assert "0 in 0.0 s, 0 tokens/s" in table
