@@ -25,6 +25,7 @@ from rollout.redact import public_url
 
 MIN_TEMPERATURE = 0.01  # vLLM raises lower positive temperatures to this without saying so
 MAX_TEMPERATURE = 2.0  # vLLM refuses more
+MOST_SAMPLES = 2**20  # of a prompt
 
 SupportKind = Literal["kept", "top", "none"]
 
@@ -133,7 +134,7 @@ class SamplingConfig(Section):
 
     max_tokens: Int = Field(ge=1, lt=2**31)
     """Most tokens of a rollout."""
-    n: Int = Field(default=1, ge=1, le=2**20)
+    n: Int = Field(default=1, ge=1, le=MOST_SAMPLES)
     """Rollouts of each prompt."""
     temperature: Float = Field(default=1.0, ge=0.0, le=MAX_TEMPERATURE)
     """0 is greedy; else at least 0.01."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rollout.config import MOST_SAMPLES
 from rollout.schema import layout
 from rollout.schema.records import CommitRecord
 
@@ -53,9 +54,11 @@ def _counted(record: CommitRecord) -> str | None:
             return f"{record.rows} rollouts, but {count} {what}"
     if len(record.rejected_keys) != record.rejected_rows:
         return f"{record.rejected_rows} rejected rows, but {len(record.rejected_keys)} keys of them"
-    negative = min(record.sample_indices, default=0) < 0
-    if negative or min(record.size, record.tokens, record.entries) < 0:
+    indices = [*record.sample_indices, *(i for _, i in record.rejected_keys if i is not None)]
+    if min(record.size, record.tokens, record.entries, *indices) < 0:
         return "a count or index is negative"
+    if max(indices, default=0) >= MOST_SAMPLES:
+        return f"it has a sample {max(indices)}, expected less than {MOST_SAMPLES} of a prompt"
     return None
 
 

@@ -25,6 +25,7 @@ from rollout.cli import main
 from rollout.dataset import read_dataset
 from rollout.errors import DamagedError, DatasetError, IncompleteError
 from rollout.rows import RolloutRow
+from rollout.schema import layout
 from rollout.schema.records import CommitRecord
 from rollout.shard import write_shard
 from rollout.storage import Storage
@@ -197,10 +198,18 @@ def test_damage_is_named_and_the_loader_refuses_it_before_a_batch(
 def test_records_that_contradict_themselves_are_named(pristine: Path, tmp_path: Path) -> None:
     record = records(pristine)[1]
     indices, (first, _, *others) = record.sample_indices, record.prompt_keys
+
+    def rejects(sample: int) -> dict[str, Any]:
+        file = layout.rejected_name(record.unit, record.part, record.attempt)
+        return {"rejected_file": file, "rejected_rows": 1, "rejected_keys": ((first, sample),)}
+
     cases: list[tuple[dict[str, Any], str]] = [
         ({"rows": 15}, "15 rollouts, but 16 sample indices"),
         ({"sample_indices": (0, 0, *indices[2:])}, "16 rollouts, but 15 different keys"),
         ({"sample_indices": (-1, *indices[1:])}, "negative"),
+        ({"sample_indices": (2**62, *indices[1:])}, "it has a sample 461168601842738"),
+        (rejects(-1), "negative"),
+        (rejects(2**62), "it has a sample 4611686018427387904, expected less than 1048576"),
         ({"prompt_rows": (4, 4, 4, 3)}, "16 rollouts, but 15 rows of its prompts"),
         ({"prompt_rows": (4, 4, 4, 5, -1)}, "a prompt stands in it twice, or without rows"),
         ({"prompt_rows": (4, 4, 8)}, "a prompt stands in it twice, or without rows"),
