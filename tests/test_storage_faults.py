@@ -32,6 +32,7 @@ from rollout.stop import StopSignals
 from rollout.storage import Storage
 from rollout.storage_errors import explain
 from rollout.summary import Summary
+from rollout.verify import verify_dataset
 
 SECRETS = ("pl4nted-secret-key", "pl4nted-session-token", "PLANTEDKEYID")
 PROMPTS = 48
@@ -85,9 +86,9 @@ def stored(config: JobConfig, server: str) -> int:
         "secret": "s",
         "client_kwargs": {"endpoint_url": server, "region_name": "us-east-1"},
     }
-    view = read_dataset(Storage.open(config.output.path, options))
-    for record in view.shards:
-        view.verify(record)
+    storage = Storage.open(config.output.path, options)
+    assert verify_dataset(storage).faults == []
+    view = read_dataset(storage)
     assert sum(len(record.keys) for record in view.commits) == len(view.covered)
     return len(view.covered)
 
