@@ -74,7 +74,12 @@ def read_agreement(storage: Storage) -> dict[str, Any] | None:
     try:
         found = json.loads(data, parse_constant=lambda _: None)
     except ValueError as error:
-        raise DatasetError(f"{storage.url}/{AGREEMENT_FILE}: not JSON: {error}") from error
+        raise DatasetError(
+            f"{storage.url}/{AGREEMENT_FILE}: not JSON: {error}: run `rollout agree --save` again"
+        ) from error
     if not isinstance(found, dict):
-        raise DatasetError(f"{storage.url}/{AGREEMENT_FILE}: expected a JSON object")
+        raise DatasetError(
+            f"{storage.url}/{AGREEMENT_FILE}: got {type(found).__name__}, expected a JSON object: "
+            "run `rollout agree --save` again"
+        )
     return found

@@ -175,7 +175,10 @@ def find_prompt(view: DatasetView, name: str) -> tuple[str, str]:
         found = [name]
     if not found:
         shown = ", ".join(repr(prompt_id) for prompt_id in list(ids.values())[:3])
-        raise DatasetError(f"no prompt {name!r} in it; the first are {shown or 'none'}")
+        raise DatasetError(
+            f"no prompt {name!r} in it, expected an id or at least 8 characters of a key; the ids "
+            f"begin with {shown or 'none'}"
+        )
     if len(found) > 1:
         keys = ", ".join(key[:16] for key in found[:5])
         raise DatasetError(f"{len(found)} prompts are called {name!r}: ask by key: {keys}")
@@ -257,7 +260,9 @@ def show_sample(
                 f"prompt {prompt_id!r} sample {sample}: set aside at {item.stage}: "
                 f"{item.reason}: {item.detail}"
             )
-    raise DatasetError(f"prompt {prompt_id!r} sample {sample}: not sampled")
+    raise DatasetError(
+        f"prompt {prompt_id!r} sample {sample}: not sampled, --prompt alone lists those that are"
+    )
 
 
 def _parts_of(view: DatasetView, key: str) -> Iterator[tuple[CommitRecord, list[int]]]:
@@ -284,7 +289,9 @@ def _read_rows(
             try:
                 table = file.read_row_group(group, columns=list(columns))
             except (pa.ArrowException, OSError) as error:
-                raise DatasetError(f"{record.file}: damaged: {error}") from error
+                raise DatasetError(
+                    f"{record.file}: damaged, copy the dataset again: {error}"
+                ) from error
             for index in own:
                 yield {name: _value(table[name][index]) for name in columns}
 

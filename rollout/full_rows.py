@@ -44,7 +44,9 @@ def read_tables(
             try:
                 table = file.read_row_group(group, columns=list(columns))
             except (pa.ArrowException, OSError) as error:
-                raise DatasetError(f"{record.file}: damaged: {error}") from error
+                raise DatasetError(
+                    f"{record.file}: damaged, copy the dataset again: {error}"
+                ) from error
             rows += table.num_rows
             if rows > record.rows:
                 break

@@ -144,7 +144,9 @@ def _parquet_rows(config: PromptsConfig) -> Iterator[RawRow]:
         counts = Counter(table.schema_arrow.names)
         repeated = [name for name, count in counts.items() if count > 1]
         if repeated:
-            raise InputError(f"prompts {config.name}: column `{repeated[0]}` is there twice")
+            raise InputError(
+                f"prompts {config.name}: column `{repeated[0]}` is there twice, rename one"
+            )
         line = 1
         for batch in table.iter_batches(batch_size=1024):
             yield from _batch_rows(batch, line)

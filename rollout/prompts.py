@@ -173,7 +173,7 @@ def check_prompts_file(config: PromptsConfig) -> None:
         InputError: it can't be opened, is of another format, or is empty.
     """
     if next(read_rows(config), None) is None:
-        raise InputError(f"prompts {config.name}: no rows")
+        raise InputError(f"prompts {config.name}: no rows, expected at least one")
 
 
 def _prompt(raw: RawRow, config: PromptsConfig, sampling: SamplingConfig) -> Prompt | Rejection:

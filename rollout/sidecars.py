@@ -85,4 +85,4 @@ def _read_table(data: bytes, columns: list[str], name: str) -> pa.Table:
         with pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True) as file:
             return file.read(columns=columns)
     except (pa.ArrowException, OSError) as error:
-        raise DatasetError(f"{name}: damaged: {error}") from error
+        raise DatasetError(f"{name}: damaged, copy the dataset again: {error}") from error

@@ -70,11 +70,13 @@ def find_token_text(record: DatasetRecord, folder: str | None = None) -> TokenTe
 def _load(folder: Path) -> Any:
     file = folder / "tokenizer.json"
     if not file.is_file():
-        raise InputError(f"tokenizer {folder}: no tokenizer.json in it")
+        raise InputError(
+            f"tokenizer {folder}: no tokenizer.json in it, expected the folder of the run's model"
+        )
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
-        raise InputError("tokenizer: the package `tokenizers` is not installed") from error
+        raise InputError("tokenizer: pip install tokenizers, which reads it") from error
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # the package raises bare Exception

@@ -202,7 +202,7 @@ def test_does_the_trainer_agree(complete: PreparedRun, half: PreparedRun) -> Non
     [
         (["--sample", "1"], 2, "--sample goes with --prompt, and --token with --sample"),
         (["--prompt", "task 01", "--token", "1"], 2, "--token with --sample"),
-        (["--prompt", "nobody"], 7, "no prompt 'nobody' in it; the first are 'task 00'"),
+        (["--prompt", "nobody"], 7, "of a key; the ids begin with 'task 00'"),
         (["--prompt", "key-0123"], 7, "no prompt 'key-0123'"),
         (["--prompt", "task 01", "--sample", "9"], 7, "sample 9: not sampled"),
         (["--prompt", "task 07", "--sample", "3"], 7, "set aside at capture: bad_numerics"),
