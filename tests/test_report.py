@@ -12,6 +12,7 @@ import sys
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -28,10 +29,11 @@ from prepared_runs import (
     plan_of,
 )
 
+from rollout.charts import entropy
 from rollout.cli import main
 from rollout.dataset import DatasetWriter, read_dataset
 from rollout.html_report import write_report
-from rollout.report_data import SIZE_EDGES, TAIL_EDGES, collect
+from rollout.report_data import SIZE_EDGES, TAIL_EDGES, ReportData, collect
 from rollout.storage import Storage
 
 CHARTS = (
@@ -126,13 +128,22 @@ def test_the_sums_equal_the_rows(complete: PreparedRun) -> None:
         assert data.surprisal[position] / 80 == pytest.approx(mean)
 
 
-def test_the_mean_of_log_q_estimates_the_entropy() -> None:
-    # the chart's claim, by the formula: E over q of -log q is the entropy
-    rng = np.random.default_rng(0)
-    q = rng.dirichlet(np.ones(7))
-    entropy = -float((q * np.log(q)).sum())
-    drawn = rng.choice(7, 200_000, p=q)
-    assert float(-np.log(q[drawn]).mean()) == pytest.approx(entropy, abs=0.01)
+def test_the_entropy_of_many_positions_is_the_mean_over_their_tokens() -> None:
+    # rollouts of all lengths to 450, so that a bin's positions have unequally many tokens
+    lengths = range(1, 451)
+    values = {(n, i): ((7 * n + 3 * i) % 50) / 10 for n in lengths for i in range(n)}
+    at = range(450)
+    data = ReportData(
+        surprisal=np.array([sum(values[n, i] for n in range(i + 1, 451)) for i in at]),
+        tokens=np.array([450 - i for i in at], np.int64),
+    )
+    axes = mock.MagicMock()
+    entropy(data)(axes)
+    starts, means = axes.plot.call_args.args
+    assert len(starts) == 200
+    for start, end, mean in zip(starts, [*starts[1:], 450], means, strict=True):
+        inside = [value for (_, i), value in values.items() if start <= i < end]
+        assert mean == pytest.approx(statistics.fmean(inside))
 
 
 def test_the_page_is_one_file_that_asks_for_nothing(complete_page: str, damaged_page: str) -> None:
