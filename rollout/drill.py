@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-import pyarrow as pa
 
 from rollout.dataset import DatasetView
 from rollout.errors import DatasetError
+from rollout.full_rows import read_rows
 from rollout.rows import Rejection
 from rollout.schema.columns import SCHEMA
 from rollout.schema.entries import unpack_entries
@@ -197,7 +197,7 @@ def show_prompt(view: DatasetView, name: str, text: TokenText) -> PromptView:
     size = view.record.samples_asked or 0
     for record, indices in _parts_of(view, key):
         try:
-            rows = list(_read_rows(view, record, indices, _SAMPLE_COLUMNS))
+            rows = list(read_rows(view, record, indices, _SAMPLE_COLUMNS))
         except DatasetError as error:
             for index in indices:
                 sample = record.sample_indices[index]
@@ -252,7 +252,7 @@ def show_sample(
         if not wanted:
             continue
         columns = [field.name for field in SCHEMA if field.name != "draw_entries"]
-        (row,) = _read_rows(view, record, wanted, columns)
+        (row,) = read_rows(view, record, wanted, columns)
         return _sample_view(row, key, record, text, token)
     for item in view.rejected:
         if item.prompt_key == key and item.sample_index in (None, sample):
@@ -272,34 +272,6 @@ def _parts_of(view: DatasetView, key: str) -> Iterator[tuple[CommitRecord, list[
             continue
         group = record.groups[record.prompt_keys.index(key)]
         yield record, list(range(group.first_row, group.first_row + group.num_rows))
-
-
-def _read_rows(
-    view: DatasetView, record: CommitRecord, indices: Sequence[int], columns: Sequence[str]
-) -> Iterator[dict[str, Any]]:
-    """Read single rows of a shard from the row groups that hold them."""
-    with view.open_shard(record) as file:
-        first = 0
-        for group in range(file.num_row_groups):
-            rows = file.metadata.row_group(group).num_rows
-            own = [index - first for index in indices if first <= index < first + rows]
-            first += rows
-            if not own:
-                continue
-            try:
-                table = file.read_row_group(group, columns=list(columns))
-            except (pa.ArrowException, OSError) as error:
-                raise DatasetError(
-                    f"{record.file}: damaged, copy the dataset again: {error}"
-                ) from error
-            for index in own:
-                yield {name: _value(table[name][index]) for name in columns}
-
-
-def _value(scalar: Any) -> Any:
-    if pa.types.is_list(scalar.type):
-        return None if not scalar.is_valid else scalar.values.to_numpy(zero_copy_only=False)
-    return scalar.as_py()
 
 
 def _finite(value: float | None) -> float | None:

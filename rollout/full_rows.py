@@ -1,11 +1,12 @@
-"""Read whole rollouts back, every column, to write them again elsewhere."""
+"""Read rollouts back by row groups: a part's in order, or single ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from rollout.dataset_view import DatasetView
 from rollout.errors import DatasetError
@@ -30,8 +31,35 @@ def read_full_rows(view: DatasetView, record: CommitRecord) -> Iterator[RolloutR
             yield RolloutRow(prompt_key=next(keys), **values)
 
 
+def read_rows(
+    view: DatasetView, record: CommitRecord, indices: Sequence[int], columns: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield some columns of single rows, lists as arrays, from the row groups that hold them.
+
+    Args:
+        view: the dataset.
+        record: the part's.
+        indices: rows of its shard, ascending.
+        columns: columns of the schema.
+
+    Raises:
+        DatasetError: the shard is missing or damaged.
+    """
+    with view.open_shard(record) as file:
+        first = 0
+        for group in range(file.num_row_groups):
+            rows = file.metadata.row_group(group).num_rows
+            own = [index - first for index in indices if first <= index < first + rows]
+            first += rows
+            if not own:
+                continue
+            table = _row_group(file, group, record, columns)
+            for index in own:
+                yield {name: _value(table[name][index]) for name in columns}
+
+
 def read_tables(
-    view: DatasetView, record: CommitRecord, columns: tuple[str, ...]
+    view: DatasetView, record: CommitRecord, columns: Sequence[str]
 ) -> Iterator[pa.Table]:
     """Yield some columns of a part's row groups.
 
@@ -41,12 +69,7 @@ def read_tables(
     rows = 0
     with view.open_shard(record) as file:
         for group in range(file.num_row_groups):
-            try:
-                table = file.read_row_group(group, columns=list(columns))
-            except (pa.ArrowException, OSError) as error:
-                raise DatasetError(
-                    f"{record.file}: damaged, copy the dataset again: {error}"
-                ) from error
+            table = _row_group(file, group, record, columns)
             rows += table.num_rows
             if rows > record.rows:
                 break
@@ -58,7 +81,16 @@ def read_tables(
         )
 
 
+def _row_group(
+    file: pq.ParquetFile, group: int, record: CommitRecord, columns: Sequence[str]
+) -> pa.Table:
+    try:
+        return file.read_row_group(group, columns=list(columns))
+    except (pa.ArrowException, OSError) as error:
+        raise DatasetError(f"{record.file}: damaged, copy the dataset again: {error}") from error
+
+
 def _value(scalar: Any) -> Any:
     if pa.types.is_list(scalar.type):
-        return scalar.values.to_numpy(zero_copy_only=True) if scalar.is_valid else None
+        return scalar.values.to_numpy(zero_copy_only=False) if scalar.is_valid else None
     return scalar.as_py()
