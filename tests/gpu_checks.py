@@ -174,6 +174,7 @@ def alignment(folder: Path) -> None:
         f"{summary.replaced_rows} rows replaced, finish {reasons}, "
         f"{time.monotonic() - start:.0f} s, sync check error, {engine_facts(folder / 'out')}"
     )
+    assert engine_facts(folder / "out")["async_scheduling"] is True
     assert tokens >= 200_000
     assert reasons == {"stop", "length"}
 

@@ -100,6 +100,7 @@ class CaptureWorkerMixin:
             "head_dtype": None if weight is None else str(weight.dtype).removeprefix("torch."),
             "model_dtype": str(self.vllm_config.model_config.dtype).removeprefix("torch."),
             "logits_dtype": self._adapter.logits_dtype,
+            "async_scheduling": bool(self.vllm_config.scheduler_config.async_scheduling),
             "capture_device_bytes": self._capture.recorder.device_bytes if self._capture else 0,
             "tied_embeddings": bool(
                 getattr(self.vllm_config.model_config.hf_config, "tie_word_embeddings", False)
