@@ -43,7 +43,7 @@ def read_rows(
         columns: columns of the schema.
 
     Raises:
-        DatasetError: the shard is missing or damaged.
+        DatasetError: the shard is missing or damaged, or holds fewer rows.
     """
     with view.open_shard(record) as file:
         first = 0
@@ -56,6 +56,8 @@ def read_rows(
             table = _row_group(file, group, record, columns)
             for index in own:
                 yield {name: _value(table[name][index]) for name in columns}
+    if indices and indices[-1] >= first:
+        raise _other_size(record, first)
 
 
 def read_tables(
@@ -75,10 +77,7 @@ def read_tables(
                 break
             yield table
     if rows != record.rows:
-        raise DatasetError(
-            f"{record.file}: holds {rows} rollouts, its commit record names {record.rows}: "
-            "copy the dataset again"
-        )
+        raise _other_size(record, rows)
 
 
 def _row_group(
@@ -88,6 +87,13 @@ def _row_group(
         return file.read_row_group(group, columns=list(columns))
     except (pa.ArrowException, OSError) as error:
         raise DatasetError(f"{record.file}: damaged, copy the dataset again: {error}") from error
+
+
+def _other_size(record: CommitRecord, rows: int) -> DatasetError:
+    return DatasetError(
+        f"{record.file}: holds {rows} rollouts, its commit record names {record.rows}: copy the "
+        "dataset again"
+    )
 
 
 def _value(scalar: Any) -> Any:

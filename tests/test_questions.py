@@ -221,6 +221,19 @@ def test_what_can_not_be_shown_gets_one_sentence(
     assert said in result.output
 
 
+def test_a_shard_short_of_rows_gets_one_sentence(tmp_path: Path) -> None:
+    run = half_run(tmp_path)
+    _, long, short = sorted((run.path / "data").iterdir())
+    long.write_bytes(short.read_bytes())
+    args = ["inspect", str(run.path), "--prompt", "task 09"]
+    result = CliRunner().invoke(main, [*args, "--sample", "0"])
+    said = "holds 2 rollouts, its commit record names 20: copy the dataset again"
+    assert (result.exit_code, result.output) == (7, f"error: data/{long.name}: {said}\n")
+    samples = ask(run, "--prompt", "task 09")["samples"]
+    assert [sample["status"] for sample in samples] == ["unreadable"] * 4
+    assert said in samples[0]["why"]
+
+
 def test_a_prompt_is_found_by_the_start_of_its_key(complete: PreparedRun) -> None:
     assert ask(complete, "--prompt", "key-03-01")["prompt_id"] == "task 03"
     assert ask(complete, "--prompt", "key-03-0123456789")["prompt_id"] == "task 03"
