@@ -24,7 +24,7 @@ from rollout.dataset_view import DatasetView, read_dataset
 from rollout.errors import OutputError
 from rollout.ledger import Ledger
 from rollout.local_files import scratch_file
-from rollout.part_work import WriteShard, write_verified
+from rollout.part_work import WriteShard, by_prompt, write_verified
 from rollout.rows import PlanEntry, Rejection, RolloutRow
 from rollout.schema import layout
 from rollout.schema.records import CommitRecord, DatasetRecord
@@ -193,7 +193,7 @@ class DatasetWriter:
                 refused = self._new_rejections(rejected, {row.key for row in left})
             if not left and not refused:
                 return None
-            record = self._upload(unit, part, _by_prompt(left), refused, write)
+            record = self._upload(unit, part, by_prompt(left), refused, write)
             if self.storage.create_exclusive(layout.commit_name(unit, part), record.to_bytes()):
                 self._apply(record)
                 return record
@@ -349,13 +349,6 @@ class DatasetWriter:
                     return
                 self.ledger.plan(*read_plan_units(data, name))
                 self._next_plan += 1
-
-
-def _by_prompt(rows: list[RolloutRow]) -> list[RolloutRow]:
-    order: dict[str, int] = {}
-    for row in rows:
-        order.setdefault(row.prompt_key, len(order))
-    return sorted(rows, key=lambda row: (order[row.prompt_key], row.sample_index))
 
 
 def _row_columns(rows: list[RolloutRow]) -> dict[str, Any]:

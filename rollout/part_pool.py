@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
+import re
 import subprocess
 import sys
 import threading
@@ -28,6 +30,28 @@ _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 # smaller parts hold up the job's own loop less than starting a process would
 PROCESS_BYTES: Final = 2 * 2**20
+_CPU_INFO: Final = Path("/proc/cpuinfo")
+
+
+def process_environment() -> dict[str, str]:
+    """Return the environment of a process that writes parts, where it differs from the job's."""
+    # each part takes as much memory as the last: fetched anew page by page it cost a fifth of the
+    # time, so nothing goes back to the system before the process ends
+    chosen = {
+        "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_TRIM_THRESHOLD_": str(2**40),
+        "MALLOC_TOP_PAD_": str(64 * 2**20),
+        "ARROW_DEFAULT_MEMORY_POOL": "system",
+    }
+    info = _CPU_INFO.read_text() if _CPU_INFO.is_file() else ""
+    if "AuthenticAMD" in info and re.search(r"^cpu family\s*: 25$", info, re.MULTILINE):
+        # Zen 4 executes the compressing stores of NumPy's AVX-512 sort in microcode: the AVX2 sort
+        # takes 8 ns an entry in place of 20
+        chosen["NPY_DISABLE_CPU_FEATURES"] = os.environ.get(
+            "NPY_DISABLE_CPU_FEATURES",
+            "AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL",
+        )
+    return chosen
 
 
 class Part(Protocol):
@@ -106,7 +130,7 @@ class _LocalPart:
     def __init__(self, rows: Sequence[RolloutRow]) -> None:
         self._rows = rows
         self._work = PartWork(rows)
-        self.bad_rows = self._work.bad_rows()
+        self.bad_rows = self._work.bad_rows
 
     def write(
         self, path: Path, rows: Sequence[RolloutRow], fingerprint: str, row_group_bytes: int
@@ -213,7 +237,10 @@ class _Process:
     @staticmethod
     def _start() -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "rollout.part_process"]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        environment = os.environ | process_environment()
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
 
 
 def _order(part: Sequence[RolloutRow], rows: Sequence[RolloutRow]) -> list[int]:

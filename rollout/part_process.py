@@ -50,7 +50,7 @@ def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
             if head["do"] == "load":
                 work = None  # the last part's memory goes first
                 work = PartWork(unpack_rows(body))
-                answer: dict[str, Any] = {"bad": [asdict(bad) for bad in work.bad_rows()]}
+                answer: dict[str, Any] = {"bad": [asdict(bad) for bad in work.bad_rows]}
             elif head["do"] == "drop":
                 work, answer = None, {}
             else:

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from rollout.rows import RolloutRow
 from rollout.schema.columns import LIST_COLUMNS, SCHEMA
-from rollout.spool_entries import HeldSegments, SpooledEntries
+from rollout.spool_entries import HeldSegments, SpooledEntries, spooled
 
 _LENGTHS: Final = struct.Struct("<QQ")
 # the counts follow from the rest
@@ -61,14 +61,14 @@ def receive(file: IO[bytes]) -> tuple[dict[str, Any], bytes]:
 
 def pack_rows(rows: Sequence[RolloutRow]) -> pa.Buffer:
     """Turn rows into an Arrow stream."""
-    spooled = [_spooled(row) for row in rows]
+    stored = [None if row.stored_entries is None else spooled(row.stored_entries) for row in rows]
     columns = []
     for field in _WIRE:
         values: list[Any]
         if field.name == "spool_folder":
-            values = [None if at is None else str(at.segments.folder) for at in spooled]
+            values = [None if at is None else str(at.segments.folder) for at in stored]
         elif field.name == "spool_addresses":
-            values = [None if at is None else at.addresses for at in spooled]
+            values = [None if at is None else at.addresses for at in stored]
         else:
             values = [getattr(row, field.name) for row in rows]
         columns.append(pa.array(values, field.type))
@@ -104,13 +104,6 @@ def unpack_rows(body: bytes) -> list[RolloutRow]:
             )
         rows.append(row)
     return rows
-
-
-def _spooled(row: RolloutRow) -> SpooledEntries | None:
-    entries = row.stored_entries
-    if entries is not None and not isinstance(entries, SpooledEntries):
-        raise TypeError(f"entries in {type(entries).__name__}, expected the spool")
-    return entries
 
 
 def _read(file: IO[bytes], length: int) -> bytes:

@@ -10,8 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from rollout.rows import BadRowError, RolloutRow, check_row
+from rollout.schema.entries import canonical_order
 from rollout.shard import ROW_GROUP_BYTES, ShardInfo, verify_shard, write_shard
+from rollout.spool_entries import load_entries, spooled
 
 # path, rows in the shard's order, fingerprint, raw bytes of a row group
 WriteShard = Callable[[Path, Sequence[RolloutRow], str, int], ShardInfo]
@@ -30,7 +34,7 @@ class PartWork:
     """The rows of one part, with their entries in memory; the rows given are left as they are."""
 
     def __init__(self, rows: Sequence[RolloutRow]) -> None:
-        """Read the entries that are still in the spool.
+        """Read the entries that are still in the spool, check every row, put entries in order.
 
         Args:
             rows: of one part.
@@ -39,18 +43,20 @@ class PartWork:
             OSError: the spool can't be read.
         """
         self._rows = [dataclasses.replace(row) for row in rows]
-        for row in self._rows:
-            row.load_entries()
-
-    def bad_rows(self) -> list[BadRow]:
-        """Check every row; see `rollout.rows.check_row`."""
-        bad = []
+        loaded = [row.stored_entries is not None for row in rows]
+        _load(self._rows)
+        self.bad_rows: list[BadRow] = []
+        """The rows that may not reach a file; see `rollout.rows.check_row`."""
         for index, row in enumerate(self._rows):
             try:
                 check_row(row)
             except BadRowError as error:
-                bad.append(BadRow(index=index, reason=error.reason, detail=error.detail))
-        return bad
+                self.bad_rows.append(BadRow(index=index, reason=error.reason, detail=error.detail))
+                continue
+            if loaded[index]:
+                assert row.support_entries is not None
+                assert row.support_offsets is not None
+                canonical_order(row.support_entries, row.support_offsets, in_place=True)
 
     def write(
         self, path: Path, order: Sequence[int], fingerprint: str, row_group_bytes: int
@@ -69,6 +75,34 @@ class PartWork:
         """
         rows = [self._rows[index] for index in order]
         return write_verified(path, rows, fingerprint, row_group_bytes)
+
+
+def _load(rows: Sequence[RolloutRow]) -> None:
+    """Load the entries that are stored, those of one spool into one array."""
+    spools: dict[Path, list[RolloutRow]] = {}
+    # in the order in which they are written, so that the entries of a row group are neighbours
+    for row in by_prompt(rows):
+        if row.stored_entries is not None:
+            spools.setdefault(spooled(row.stored_entries).segments.folder, []).append(row)
+    for folder, own in spools.items():
+        stored = [spooled(row.stored_entries) for row in own]
+        entries = load_entries(
+            folder,
+            np.concatenate([part.addresses for part in stored]),
+            np.concatenate([part.counts for part in stored]),
+        )
+        end = 0
+        for row, part in zip(own, stored, strict=True):
+            start, end = end, end + part.size
+            row.support_entries, row.stored_entries = entries[start:end], None
+
+
+def by_prompt(rows: Sequence[RolloutRow]) -> list[RolloutRow]:
+    """Sort rows by prompt in order of first appearance, then by sample_index."""
+    order: dict[str, int] = {}
+    for row in rows:
+        order.setdefault(row.prompt_key, len(order))
+    return sorted(rows, key=lambda row: (order[row.prompt_key], row.sample_index))
 
 
 def write_verified(

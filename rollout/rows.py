@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -9,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.schema.columns import SUPPORT_KINDS
-from rollout.schema.entries import invalid_entries, unpack_entries
+from rollout.schema.entries import AT_ONCE, invalid_entries, unpack_entries
 
 STAGES: Final = ("read", "render", "sample", "capture", "reward")
 
@@ -83,7 +85,7 @@ class RolloutRow:
     support_entries: NDArray[np.uint64] | None = None
     """[E] uint64 packed, any order within a token; None for none, or while they are stored."""
     stored_entries: StoredEntries | None = None
-    """The entries until `load_entries`; not a column."""
+    """The entries while they are not in memory; not a column."""
     tail_mass: NDArray[np.float32] | None = None
     """[T] float32; required for top, None or zeros for kept, None for none."""
     draw_entries: NDArray[np.uint64] | None = None
@@ -125,15 +127,6 @@ class RolloutRow:
         """Support entries, E; 0 without a support."""
         entries = self.support_entries if self.stored_entries is None else self.stored_entries
         return 0 if entries is None else entries.size
-
-    def load_entries(self) -> None:
-        """Read the entries, if they are not in memory yet.
-
-        Raises:
-            OSError: they can't be read.
-        """
-        if self.stored_entries is not None:
-            self.support_entries, self.stored_entries = self.stored_entries.load(), None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -255,15 +248,43 @@ def _check_support(row: RolloutRow) -> None:
             f"support_offsets must rise from 0 to {entries.size}, "
             f"got {int(offsets[0])}..{int(offsets[-1])}, smallest step {int(lengths.min())}",
         )
-    _check_entries("support_entries", entries)
     kept = row.support_kind == "kept"
+    _check_listed(row, offsets, entries, kept=kept)
+
+
+def _check_listed(
+    row: RolloutRow,
+    offsets: NDArray[np.int64],  # [T + 1]
+    entries: NDArray[np.uint64],  # [E]
+    *,
+    kept: bool,
+) -> None:
+    lengths = np.diff(offsets)
+    tokens = lengths.size
+    found = np.zeros(tokens, np.int64)
+    differs = np.zeros(tokens, bool)
+    mass = np.ones(tokens)
+    invalid = 0
+    # adding 0 turns -0.0 into the +0.0 that entries hold
+    sampled = (row.sampled_logprobs + np.float32(0)).view(np.uint32)
+    for first, last in _pieces(offsets):
+        piece = entries[offsets[first] : offsets[last]]
+        if bad := invalid_entries(piece):
+            invalid += bad
+            continue
+        ids, logprobs = unpack_entries(piece)
+        at = np.flatnonzero(ids == np.repeat(row.token_ids[first:last], lengths[first:last]))
+        own = np.searchsorted(offsets, at + offsets[first], side="right") - 1  # the token of each
+        found[first:last] = np.bincount(own - first, minlength=last - first)
+        differs[own[sampled[own] != logprobs[at].view(np.uint32)]] = True
+        if kept and lengths[first:last].all():
+            starts = offsets[first:last] - offsets[first]
+            mass[first:last] = np.add.reduceat(np.exp(logprobs), starts, dtype=np.float64)
+    if invalid:
+        raise _bad_entries("support_entries", invalid, entries.size)
     if kept and not lengths.all():
         where = int(np.argmin(lengths))
         raise BadRowError("empty_support", f"token {where} of a kept support has no entry")
-    ids, logprobs = unpack_entries(entries)
-    at = np.flatnonzero(ids == np.repeat(row.token_ids, lengths))
-    rows = np.searchsorted(offsets, at, side="right") - 1  # the token of each
-    found = np.bincount(rows, minlength=tokens)
     wrong = (found != 1) if kept else (found > 1)
     if wrong.any():
         where = int(np.argmax(wrong))
@@ -272,35 +293,41 @@ def _check_support(row: RolloutRow) -> None:
             f"token {where} (id {int(row.token_ids[where])}) is in its support "
             f"{int(found[where])} times",
         )
-    # adding 0 turns -0.0 into the +0.0 that entries hold
-    sampled = (row.sampled_logprobs[rows] + np.float32(0)).view(np.uint32)
-    differs = sampled != logprobs[at].view(np.uint32)
     if differs.any():
-        where = int(rows[np.argmax(differs)])
+        where = int(np.argmax(differs))
+        ids, logprobs = unpack_entries(entries[offsets[where] : offsets[where + 1]])
         raise BadRowError(
             "sampled_logprob_mismatch",
             f"token {where}: sampled_logprobs says {row.sampled_logprobs[where]}, "
-            f"its support {logprobs[at][np.argmax(differs)]}",
+            f"its support {logprobs[ids == row.token_ids[where]][0]}",
         )
-    if kept:
-        mass = np.add.reduceat(np.exp(logprobs), offsets[:-1], dtype=np.float64)
-        off = np.abs(np.log(mass))
-        if float(off.max()) > _MASS_TOLERANCE:
-            where = int(np.argmax(off))
-            raise BadRowError(
-                "support_not_normalised",
-                f"token {where}: its kept logprobs sum to a mass of {mass[where]:.8g}, expected 1",
-            )
+    off = np.abs(np.log(mass))
+    if float(off.max()) > _MASS_TOLERANCE:
+        where = int(np.argmax(off))
+        raise BadRowError(
+            "support_not_normalised",
+            f"token {where}: its kept logprobs sum to a mass of {mass[where]:.8g}, expected 1",
+        )
+
+
+def _pieces(offsets: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Cut tokens into runs of about AT_ONCE entries: the first of each, and the one behind it."""
+    marks = np.arange(AT_ONCE, max(int(offsets[-1]), 1), AT_ONCE)
+    cuts = np.unique(np.concatenate([[0], np.searchsorted(offsets, marks), [offsets.size - 1]]))
+    return itertools.pairwise(cuts.tolist())
 
 
 def _check_entries(name: str, entries: NDArray[np.uint64]) -> None:
-    invalid = invalid_entries(entries)
-    if invalid:
-        raise BadRowError(
-            "bad_numerics",
-            f"{invalid} of {entries.size} {name} hold NaN, -0.0, a positive or infinite logprob, "
-            "or an id outside int32",
-        )
+    if invalid := invalid_entries(entries):
+        raise _bad_entries(name, invalid, entries.size)
+
+
+def _bad_entries(name: str, invalid: int, size: int) -> BadRowError:
+    return BadRowError(
+        "bad_numerics",
+        f"{invalid} of {size} {name} hold NaN, -0.0, a positive or infinite logprob, "
+        "or an id outside int32",
+    )
 
 
 def _check_tail(row: RolloutRow) -> None:

@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 SEGMENT_BITS = 40  # an address is the segment's number and, in this many bits, the byte in it
+_WIDE = 256  # mean entries of a token from which on each is read by itself
+_GAP_BYTES = 8192  # reading so much more takes as long as reading once more
 _MOVED_SEGMENTS = 1 << 22  # numbers of the segments made here, beyond any of the sampling process
 
 
@@ -162,6 +164,17 @@ class SpooledEntries:
         self.segments.release(self.addresses, self.counts)
 
 
+def spooled(entries: object) -> SpooledEntries:
+    """Take stored entries for what they are.
+
+    Raises:
+        TypeError: they are stored elsewhere.
+    """
+    if not isinstance(entries, SpooledEntries):
+        raise TypeError(f"entries in {type(entries).__name__}, expected the spool")
+    return entries
+
+
 def load_entries(
     folder: Path, addresses: npt.NDArray[np.int64], counts: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.uint64]:
@@ -178,25 +191,63 @@ def load_entries(
     Raises:
         OSError: a segment is gone or cut short.
     """
-    ends = np.cumsum(counts, dtype=np.int64)
-    entries = np.empty(int(ends[-1]) if ends.size else 0, np.uint64)
-    target = entries.view(np.uint8).data
-    files: dict[int, int] = {}
-    try:
-        for address, end, count in zip(
-            addresses.tolist(), ends.tolist(), counts.tolist(), strict=True
-        ):
-            if not count:
-                continue
-            segment = address >> SEGMENT_BITS
-            file = files.get(segment, -1)
-            if file < 0:
-                file = files[segment] = os.open(folder / segment_name(segment), os.O_RDONLY)
-            _read(file, address & ((1 << SEGMENT_BITS) - 1), target[8 * (end - count) : 8 * end])
-    finally:
-        for file in files.values():
+    starts = np.cumsum(counts, dtype=np.int64) - counts
+    entries = np.empty(int(counts.sum(dtype=np.int64)), np.uint64)
+    # by address, so that each segment is opened once
+    order = np.argsort(addresses, kind="stable")
+    order = order[counts[order] > 0]
+    segments = addresses[order] >> SEGMENT_BITS
+    for own in np.split(order, np.flatnonzero(np.diff(segments)) + 1) if order.size else ():
+        segment = int(addresses[own[0]] >> SEGMENT_BITS)
+        places = addresses[own] & ((1 << SEGMENT_BITS) - 1)
+        file = os.open(folder / segment_name(segment), os.O_RDONLY)
+        try:
+            if counts[own].mean() >= _WIDE:
+                _read_each(file, places, starts[own], counts[own], entries)
+            else:
+                _read_gathered(file, places, starts[own], counts[own], entries)
+        finally:
             os.close(file)
     return entries
+
+
+def _read_each(
+    file: int,
+    places: npt.NDArray[np.int64],  # [T] bytes in the file
+    starts: npt.NDArray[np.int64],  # [T] indices in entries
+    counts: npt.NDArray[np.int32],  # [T]
+    entries: npt.NDArray[np.uint64],
+) -> None:
+    """Read each token's entries to where they belong."""
+    target = entries.view(np.uint8).data
+    for place, start, count in zip(places.tolist(), starts.tolist(), counts.tolist(), strict=True):
+        _read(file, place, target[8 * start : 8 * (start + count)])
+
+
+def _read_gathered(
+    file: int,
+    places: npt.NDArray[np.int64],  # [T] bytes in the file, rising
+    starts: npt.NDArray[np.int64],  # [T] indices in entries
+    counts: npt.NDArray[np.int32],  # [T]
+    entries: npt.NDArray[np.uint64],
+) -> None:
+    """Read what is close together in one go, with what lies between, and pick the entries out."""
+    ends = places + 8 * counts.astype(np.int64)
+    first = np.concatenate([[0], np.flatnonzero(places[1:] - ends[:-1] > _GAP_BYTES) + 1])
+    begins = places[first]
+    sizes = np.append(ends[first[1:] - 1], ends[-1]) - begins
+    bases = np.cumsum(sizes) - sizes  # where each stretch is in the buffer
+    buffer = np.empty(int(sizes.sum()) // 8, np.uint64)
+    target = buffer.view(np.uint8).data
+    for begin, base, size in zip(begins.tolist(), bases.tolist(), sizes.tolist(), strict=True):
+        _read(file, begin, target[base : base + size])
+    stretch_lengths = np.diff(np.append(first, places.size))
+    sources = (places - np.repeat(begins - bases, stretch_lengths)) // 8
+    before = np.cumsum(counts, dtype=np.int64) - counts
+    index = np.arange(int(counts.sum(dtype=np.int64)))
+    entries[index + np.repeat(starts - before, counts)] = buffer[
+        index + np.repeat(sources - before, counts)
+    ]
 
 
 def _read(file: int, offset: int, target: memoryview) -> None:

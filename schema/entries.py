@@ -14,7 +14,6 @@ from numpy.typing import ArrayLike, NDArray
 
 MAX_TOKEN_ID: Final = 2**31 - 1
 
-_ID_MASK: Final = np.uint64(0xFFFFFFFF)
 _ID_SIGN: Final = np.uint64(0x80000000)
 _SHIFT: Final = np.uint64(32)
 # smallest packed value of a negative logprob, and the first of minus infinity and NaN
@@ -24,7 +23,8 @@ _ZERO_END: Final = np.uint64(1 << 32)
 
 # rows up to this length are sorted as one matrix per length, longer ones in place one by one
 _MATRIX_ROW_LENGTH: Final = 48
-_PIECE: Final = 1 << 15
+# entries looked at in one go: with what is made of them they stay in a core's cache
+AT_ONCE: Final = 1 << 15
 
 
 def pack_entries(ids: ArrayLike, logprobs: ArrayLike) -> NDArray[np.uint64]:
@@ -77,7 +77,7 @@ def unpack_entries(entries: NDArray[np.uint64]) -> tuple[NDArray[np.int32], NDAr
     """
     if entries.dtype != np.uint64:
         raise ValueError(f"entries: got dtype {entries.dtype}, expected uint64")
-    ids = (entries & _ID_MASK).astype(np.uint32).view(np.int32)
+    ids = entries.astype(np.uint32).view(np.int32)  # the low half of each
     logprobs = (entries >> _SHIFT).astype(np.uint32).view(np.float32)
     return ids, logprobs
 
@@ -92,9 +92,8 @@ def invalid_entries(entries: NDArray[np.uint64]) -> int:
         How many hold NaN, -0.0, a positive or infinite logprob, or an id of 2**31 or more.
     """
     invalid = 0
-    # in pieces that stay in the cache
-    for start in range(0, entries.size, _PIECE):
-        piece = entries[start : start + _PIECE]
+    for start in range(0, entries.size, AT_ONCE):
+        piece = entries[start : start + AT_ONCE]
         # subtracting moves the zeros to the top, so that two extremes bound the logprobs
         if (
             piece.max() < _NEGATIVE_END
@@ -141,8 +140,8 @@ def canonical_order(
 
 def _is_ordered(entries: NDArray[np.uint64], offsets: NDArray[np.int64]) -> bool:
     # in pieces, since what is in no order shows that in the first
-    for start in range(0, entries.size - 1, _PIECE):
-        piece = entries[start : start + _PIECE + 1]
+    for start in range(0, entries.size - 1, AT_ONCE):
+        piece = entries[start : start + AT_ONCE + 1]
         ascending = piece[1:] >= piece[:-1]
         # the step into a new row may fall
         first, last = np.searchsorted(offsets, (start + 1, start + piece.size))

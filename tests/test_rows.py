@@ -94,6 +94,43 @@ def test_bad_rows_are_named(reason: str, change: Callable[[RolloutRow], None]) -
     assert caught.value.detail
 
 
+WIDE = [40_000, 3, 70_000, 1, 1, 33_000, 9]
+
+
+@pytest.mark.parametrize("token", range(len(WIDE)))
+def test_faults_are_seen_in_every_part_of_a_wide_row(token: int) -> None:
+    """What is checked in pieces is checked in all of them, and named by its token."""
+    row = make_row(lengths=WIDE)
+    check_row(row)
+    assert row.support_entries is not None
+    assert row.support_offsets is not None
+    right, last = row.support_entries, int(row.support_offsets[token + 1]) - 1
+    row.support_entries = right.copy()
+    row.support_entries[last] = 0x7FC00000 << 32
+    with pytest.raises(BadRowError, match=r"^bad_numerics: 1 of 143014 support_entries"):
+        check_row(row)
+    row.support_entries, tokens = right, row.token_ids
+    row.token_ids = tokens.copy()
+    row.token_ids[token] = 151_936
+    with pytest.raises(BadRowError, match=rf"token {token} .id 151936. is in its support 0 times"):
+        check_row(row)
+    row.token_ids, logprobs = tokens, row.sampled_logprobs
+    row.sampled_logprobs = np.nextafter(logprobs, np.float32(-9))
+    row.sampled_logprobs[:token] = logprobs[:token]
+    with pytest.raises(BadRowError, match=f"sampled_logprob_mismatch: token {token}: "):
+        check_row(row)
+    row.sampled_logprobs = logprobs
+    row.support_entries = right.copy()
+    if WIDE[token] > 1:
+        heaviest = int(np.argmin(right[row.support_offsets[token] : last + 1]))
+        at = int(row.support_offsets[token]) + heaviest
+        # twice as probable, unless that is what was sampled
+        if (int(right[at]) & 0x7FFFFFFF) != tokens[token]:
+            row.support_entries[at] = right[at] & 0xFFFFFFFF
+            with pytest.raises(BadRowError, match=f"support_not_normalised: token {token}: "):
+                check_row(row)
+
+
 @pytest.mark.parametrize(("factor", "good"), [(1 + 5e-6, True), (1 + 3e-5, False)])
 def test_kept_mass_must_be_one(factor: float, good: bool) -> None:
     ids = np.arange(1000)

@@ -9,6 +9,7 @@ from assemble_cases import PAIR, block, feed, needed, open_spool, pack, row, spo
 from rollout import spool
 from rollout.assemble import Assembler, CapturedTokens
 from rollout.capture.request import SKIP
+from rollout.spool_entries import SEGMENT_BITS, load_entries, segment_name
 
 
 @pytest.fixture(autouse=True)
@@ -89,3 +90,23 @@ def test_entries_of_a_segment_that_is_cut_short_are_an_error(tmp_path: Path) -> 
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(OSError, match=r"a segment ends at byte \d+, before its entries do"):
         take(assembler, "a", 1)
+
+
+@pytest.mark.parametrize(("width", "within"), [(3, 1000), (3, 200_000), (600, 200_000)])
+def test_entries_are_read_in_the_order_asked_for(tmp_path: Path, width: int, within: int) -> None:
+    """Narrow tokens are read together with what lies between them, wide ones one by one."""
+    rng = np.random.default_rng(width)
+    segments = [rng.integers(0, 2**63, 200_000).astype(np.uint64) for _ in range(3)]
+    for index, segment in enumerate(segments):
+        (tmp_path / segment_name(index + 7)).write_bytes(segment.tobytes())
+    number = 120
+    places = 2 * width * rng.choice(within // (2 * width), number, replace=False)
+    counts = rng.integers(0, 2 * width + 1, number).astype(np.int32)
+    which = rng.integers(0, 3, number)
+    expected = [
+        segments[s][p : p + n].tolist()
+        for s, p, n in zip(which.tolist(), places.tolist(), counts.tolist(), strict=True)
+    ]
+    addresses = ((which + 7).astype(np.int64) << SEGMENT_BITS) + 8 * places
+    found = load_entries(tmp_path, addresses, counts)
+    assert found.tolist() == [entry for part in expected for entry in part]
