@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.batch_rows import BatchRow, Untruncated, batch_row
-from rollout.entry_pages import SplitEntries
+from rollout.entry_pages import Entries, SplitEntries, write_entries
 from rollout.loss_types import LossInputs
 from rollout.rows import RolloutRow
 
@@ -237,6 +237,7 @@ def pack_rows(
     global_denominator: float | None = None,
     columns: Sequence[str] = (),
     empty: Callable[[int, Any], NDArray[Any]] = np.empty,
+    write: Callable[[Sequence[Entries], SplitEntries], Any] = write_entries,
     epoch: int = 0,
     step: int = 0,
     micro_batch: int = 0,
@@ -250,6 +251,8 @@ def pack_rows(
         global_denominator: scored tokens of the global batch; unset, this batch is all of it.
         columns: what every row carries along.
         empty: makes the arrays of the entries, from a count and a dtype.
+        write: writes the entries of all rows to these arrays, or sees to it that they are written
+            before the batch is used.
         epoch: for the batch's own record.
         step: for the batch's own record.
         micro_batch: for the batch's own record.
@@ -282,7 +285,9 @@ def pack_rows(
     place_owner = np.repeat(numbers, prompts + counts)
     num_scored = owner.size
     supports = [row.support for row in rows]
-    ids, logprobs = _joined_entries([part.entries for part in supports], empty)
+    num_entries = sum(part.entries.size for part in supports)
+    entries = SplitEntries(empty(num_entries, np.int32), empty(num_entries, np.float32))
+    write([part.entries for part in supports], entries)
     pieces = [piece for row in rows for piece in (row.prompt_token_ids, row.token_ids)]
 
     def per_token(values: Sequence[Any], dtype: Any) -> Tensor:
@@ -303,8 +308,8 @@ def pack_rows(
         loss_mask=torch.ones(num_scored, dtype=torch.bool),
         temperature=per_token([row.temperature for row in rows], np.float32),
         support_offsets=torch.from_numpy(_rebased([part.offsets for part in supports], num_scored)),
-        support_ids=torch.from_numpy(ids),
-        sampler_support_logprobs=torch.from_numpy(logprobs),
+        support_ids=torch.from_numpy(entries.ids),
+        sampler_support_logprobs=torch.from_numpy(entries.logprobs),
         support_valid=per_token([part.valid for part in supports], np.bool_),
         support_is_samples=per_token([part.is_samples for part in supports], np.bool_),
         sampler_tail_mass=_joined([part.tail_mass for part in supports], np.float32),
@@ -317,17 +322,6 @@ def pack_rows(
         micro_batch=micro_batch,
         num_micro_batches=num_micro_batches,
     )
-
-
-def _joined_entries(
-    parts: Sequence[SplitEntries], empty: Callable[[int, Any], NDArray[Any]]
-) -> SplitEntries:
-    """Copy the entries of all parts into arrays of their own."""
-    count = sum(part.ids.size for part in parts)
-    joined = SplitEntries(empty(count, np.int32), empty(count, np.float32))
-    np.concatenate([part.ids for part in parts], out=joined.ids)
-    np.concatenate([part.logprobs for part in parts], out=joined.logprobs)
-    return joined
 
 
 def _rebased(parts: Sequence[NDArray[np.int64]], num_scored: int) -> NDArray[np.int64]:

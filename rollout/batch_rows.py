@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.entry_pages import SplitEntries
+from rollout.entry_pages import Entries, SplitEntries
 from rollout.rows import RolloutRow
 from rollout.schema.entries import unpack_entries
 
@@ -22,7 +22,7 @@ _NONE = SplitEntries(np.empty(0, np.int32), np.empty(0, np.float32))
 class Support:
     """What a rollout of T tokens brings as its rows of E entries."""
 
-    entries: SplitEntries
+    entries: Entries
     offsets: NDArray[np.int64]
     """[T + 1] where each token's entries begin, from 0."""
     tail_mass: NDArray[np.float32]
@@ -78,7 +78,7 @@ def choose_support(
     kind: str,
     num_tokens: int,
     offsets: NDArray[np.int64] | None,
-    entries: SplitEntries | None,
+    entries: Entries | None,
     tail_mass: NDArray[np.float32] | None,
     draws: SplitEntries | None,
     untruncated: Untruncated,
@@ -97,7 +97,7 @@ def choose_support(
     """
     wants_draws = kind == "none" or (kind == "top" and untruncated == "draws")
     if wants_draws and draws is not None:
-        per_token = draws.ids.size // max(num_tokens, 1)
+        per_token = draws.size // max(num_tokens, 1)
         return Support(
             entries=draws,
             offsets=np.arange(num_tokens + 1, dtype=np.int64) * per_token,

@@ -1,8 +1,8 @@
-"""A decoded row group whose rollouts are views of its arrays."""
+"""A row group whose rollouts are views of its columns, and spans of its support entries."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rollout.arrow_numpy import numpy_view
 from rollout.batch_rows import BatchRow, Untruncated, choose_support
-from rollout.entry_pages import SplitEntries
+from rollout.entry_pages import Entries, EntryPages, SplitEntries
 from rollout.schema.entries import unpack_entries
 
 
@@ -21,18 +21,20 @@ class DecodedBlock:
 
     Args:
         table: its columns, without `support_entries`; what is not among them stays unset.
-        entries: the support entries of all rows, where they were read; `support_offsets` says whose
-            they are.
+        pages: given the number of support entries of each row, their pages; unset, they were not
+            read.
 
     Raises:
         OSError: there are more entries, or fewer, than the offsets say.
     """
 
-    def __init__(self, table: pa.Table, entries: SplitEntries | None = None) -> None:
+    def __init__(
+        self, table: pa.Table, pages: Callable[[NDArray[np.int64]], EntryPages] | None = None
+    ) -> None:
         self.table = table
         self.num_rows: int = table.num_rows
         self.num_bytes: int = table.nbytes
-        """Bytes of the decoded columns."""
+        """Bytes that it holds; support entries count as they are stored."""
         self._scalars: dict[str, list[Any]] = {}
         self._lists: dict[str, _Lists] = {}
         for name in table.column_names:
@@ -45,17 +47,14 @@ class DecodedBlock:
                 )
             else:
                 self._scalars[name] = column.to_pylist()
-        self._entries = entries
+        self._pages: EntryPages | None = None
         self._first_entry: list[int] = []
-        if entries is not None:
-            self.num_bytes += entries.ids.nbytes + entries.logprobs.nbytes
+        if pages is not None:
             offsets = (self._list("support_offsets", index) for index in range(self.num_rows))
-            counts = [0 if own is None else int(own[-1]) for own in offsets]
+            counts = np.array([0 if own is None else own[-1] for own in offsets], np.int64)
             self._first_entry = [0, *np.cumsum(counts).tolist()]
-            if self._first_entry[-1] != entries.ids.size:
-                raise OSError(
-                    f"{entries.ids.size} support entries, expected {self._first_entry[-1]}"
-                )
+            self._pages = pages(counts)
+            self.num_bytes += self._pages.num_bytes
 
     def row(self, index: int, untruncated: Untruncated, columns: Sequence[str]) -> BatchRow:
         """Return one rollout.
@@ -66,9 +65,9 @@ class DecodedBlock:
             columns: scalar columns to carry along.
         """
         token_ids, draws = self._list("token_ids", index), self._list("draw_entries", index)
-        entries = None
-        if self._entries is not None:
-            entries = self._entries.part(self._first_entry[index], self._first_entry[index + 1])
+        entries: Entries | None = None
+        if self._pages is not None:
+            entries = self._pages.span(self._first_entry[index], self._first_entry[index + 1])
         return BatchRow(
             rollout_id=self._scalars["rollout_id"][index],
             prompt_token_ids=self._list("prompt_token_ids", index),

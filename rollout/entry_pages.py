@@ -1,34 +1,53 @@
-"""Decode the Parquet pages of support entries straight into ids and logprobs.
+"""Decode the Parquet pages of support entries straight into the ids and logprobs of a batch.
 
 A BYTE_STREAM_SPLIT page holds the first byte of all its values, then the second of all, and so on:
 of packed entries first the four streams of the ids, then the four of the logprobs. Joining each
 four by themselves gives what a batch needs, without the packed values; and where the lists begin is
 known from the offsets, so that the pages' levels are skipped. Arrow's reader takes twice as long to
-make the packed values, which would then have to be split.
+make the packed values, which would then have to be split and copied.
 
-It reads what `rollout.shard` writes and refuses everything else: V1 pages, zstd, with a checksum.
+Pages wait as they are stored, in a third of the memory, and are decoded when a batch takes up their
+rows, where it wants them. It reads what `rollout.shard` writes and refuses everything else: V1
+pages, zstd, with a checksum.
 """
 
 from __future__ import annotations
 
+import threading
 import zlib
-from typing import Any, Final, NamedTuple
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-_AT_ONCE: Final = 65_536
+from rollout.errors import DatasetError
+from rollout.page_header import read_struct
+
 _STREAMS: Final = 8
 _FEW_BYTES: Final = 1024
 # of the Parquet format
 _DATA_PAGE: Final = 0
 _RLE: Final = 3
 _BYTE_STREAM_SPLIT: Final = 9
-# of Thrift's compact protocol
-_TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _BINARY, _STRUCT = 1, 2, 3, 4, 5, 6, 8, 12
-_MOST_NESTED: Final = 3
-_MOST_VARINT_BITS: Final = 63
+
+
+class Entries(Protocol):
+    """Entries of one rollout after the other, decoded or not."""
+
+    @property
+    def size(self) -> int:
+        """How many."""
+
+    def write(self, into: SplitEntries) -> None:
+        """Write them to arrays of as many.
+
+        Raises:
+            DatasetError: their page is damaged.
+        """
 
 
 class SplitEntries(NamedTuple):
@@ -39,55 +58,183 @@ class SplitEntries(NamedTuple):
     logprobs: NDArray[np.float32]
     """[E] nats."""
 
+    @property
+    def size(self) -> int:
+        """E."""
+        return self.ids.size
+
     def part(self, start: int, stop: int) -> SplitEntries:
         """Return views of some of them."""
         return SplitEntries(self.ids[start:stop], self.logprobs[start:stop])
 
+    def write(self, into: SplitEntries) -> None:
+        """Copy them to arrays of as many."""
+        np.copyto(into.ids, self.ids)
+        np.copyto(into.logprobs, self.logprobs)
 
-def decode_entries(chunk: memoryview, into: SplitEntries) -> int:
-    """Decode a column chunk of `support_entries`; every page's checksum is verified.
+
+class EntryPages:
+    """The pages of a row group's `support_entries`; safe to use from several threads.
 
     Args:
-        chunk: all bytes of the chunk.
-        into: arrays of at least as many entries as it holds.
-
-    Returns:
-        How many it holds.
+        chunk: all bytes of the column chunk.
+        counts: [R] int64 entries of each row; 0 where its list is null.
+        where: what the chunk belongs to, for messages.
 
     Raises:
-        OSError: it is damaged, or not as `rollout.shard` writes it.
+        OSError: a page is not as `rollout.shard` writes it, or they hold other numbers of entries.
     """
-    codec = pa.Codec("zstd")
-    scratch = np.empty((2, _AT_ONCE), np.uint32)
-    # levels take less than a byte a value
-    largest = (_STREAMS + 1) * into.ids.size + _FEW_BYTES
-    place = done = 0
+
+    def __init__(self, chunk: memoryview, counts: NDArray[np.int64], where: str) -> None:
+        self._where = where
+        self.num_bytes = len(chunk)
+        """Bytes that the pages take as they are stored."""
+        # levels take less than a byte a value, and a null or empty list has one as well
+        largest = (_STREAMS + 1) * (int(counts.sum()) + counts.size) + _FEW_BYTES
+        self._pages = list(_pages(chunk, largest))
+        values = _offsets([page.num_values for page in self._pages])
+        bounds = _offsets(np.maximum(counts, 1))
+        if values[-1] != bounds[-1]:
+            raise OSError(f"{values[-1]} values of support_entries, expected {bounds[-1]}")
+        # of the row in which each page begins, those before the page
+        row = np.searchsorted(bounds, values, side="right") - 1
+        inside = np.minimum(values - bounds[row], np.append(counts, 0)[row])
+        self._starts: list[int] = (_offsets(counts)[row] + inside).tolist()
+        self._last: tuple[int, NDArray[np.uint8]] | None = None
+
+    def span(self, start: int, stop: int) -> EntrySpan:
+        """Return some of the entries, to be decoded later."""
+        return EntrySpan(self, start, stop)
+
+    def decode(self, start: int, stop: int, into: SplitEntries) -> None:
+        """Decode entries; the checksum of every page of theirs is verified.
+
+        Args:
+            start: the first.
+            stop: behind the last.
+            into: arrays of as many.
+
+        Raises:
+            DatasetError: a page is damaged, or not as `rollout.shard` writes it.
+        """
+        number, place = bisect_right(self._starts, start) - 1, start
+        while place < stop:
+            first, after = self._starts[number : number + 2]
+            end = min(stop, after)
+            try:
+                streams = self._streams(number)
+            except (OSError, pa.ArrowException) as error:
+                raise DatasetError(f"{self._where} is damaged: {error}") from error
+            # the next rollout of a batch begins in this page
+            self._last = (number, streams) if end < after else None
+            own = into.part(place - start, end - start)
+            part = streams[:, place - first : end - first]
+            _join(part[:4], own.ids.view(np.uint32))
+            _join(part[4:], own.logprobs.view(np.uint32))
+            number, place = number + 1, end
+
+    def _streams(self, number: int) -> NDArray[np.uint8]:
+        """Decompress a page, unless it was the last one, to [8, n]."""
+        last = self._last
+        if last is not None and last[0] == number:
+            return last[1]
+        page = self._pages[number]
+        if zlib.crc32(page.data) != page.checksum:
+            raise OSError("crc checksum verification failed for a page of support_entries")
+        # a context of its own costs less than a lock
+        raw = pa.Codec("zstd").decompress(pa.py_buffer(page.data), page.num_bytes)
+        values = _values(raw)
+        count = self._starts[number + 1] - self._starts[number]
+        if values.size != _STREAMS * count:
+            raise OSError(f"page of {values.size} bytes of values, expected {count} entries")
+        return values.reshape(_STREAMS, count)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EntrySpan:
+    """Some entries of pages that were not decoded yet."""
+
+    pages: EntryPages
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """How many."""
+        return self.stop - self.start
+
+    def write(self, into: SplitEntries) -> None:
+        """Decode them.
+
+        Raises:
+            DatasetError: see `EntryPages.decode`.
+        """
+        self.pages.decode(self.start, self.stop, into)
+
+
+def write_entries(parts: Sequence[Entries], into: SplitEntries) -> None:
+    """Write the entries of all parts, one after the other.
+
+    Raises:
+        DatasetError: see `EntryPages.decode`.
+    """
+    place = 0
+    for part in _joined(parts):
+        part.write(into.part(place, place + part.size))
+        place += part.size
+
+
+def _joined(parts: Sequence[Entries]) -> Iterator[Entries]:
+    """Join spans that follow each other: a page is decoded in one piece."""
+    last: Entries | None = None
+    for part in parts:
+        if (
+            isinstance(last, EntrySpan)
+            and isinstance(part, EntrySpan)
+            and (last.pages, last.stop) == (part.pages, part.start)
+        ):
+            last = last.pages.span(last.start, part.stop)
+            continue
+        if last is not None:
+            yield last
+        last = part
+    if last is not None:
+        yield last
+
+
+class _Page(NamedTuple):
+    """A page, and what its header says."""
+
+    data: memoryview
+    """Compressed."""
+    num_bytes: int
+    """When it is decompressed."""
+    num_values: int
+    """Entries, and one for each list without any."""
+    checksum: int
+
+
+def _pages(chunk: memoryview, largest: int) -> Iterator[_Page]:
+    """Parse the page headers of a column chunk, for pages of at most `largest` bytes."""
+    place = 0
     while place < len(chunk):
         try:
-            header, place = _struct(chunk, place, 0)
-            size, most = header[3], header[2]
-            stored = header[4] & 0xFFFFFFFF
-            kinds = (header[1], *(header[5][field] for field in (2, 3, 4)))
+            header, place = read_struct(chunk, place)
+            size, most, stored = header[3], header[2], header[4]
+            count, *encodings = (header[5][field] for field in (1, 2, 3, 4))
         except (IndexError, KeyError, TypeError) as error:
             raise OSError(f"the page header before byte {place} can't be parsed") from error
-        if kinds != (_DATA_PAGE, _BYTE_STREAM_SPLIT, _RLE, _RLE):
-            raise OSError(f"page of type and encodings {kinds}, expected BYTE_STREAM_SPLIT in V1")
-        page = chunk[place : place + size]
-        if size < 1 or len(page) != size or zlib.crc32(page) != stored:
-            raise OSError("crc checksum verification failed for a page of support_entries")
-        if not 0 < most <= largest:
-            raise OSError(f"page of {most} bytes, expected at most {largest}")
+        if (header[1], *encodings) != (_DATA_PAGE, _BYTE_STREAM_SPLIT, _RLE, _RLE):
+            raise OSError(
+                f"page of type and encodings {(header[1], *encodings)}, expected "
+                "BYTE_STREAM_SPLIT in V1"
+            )
+        if not 0 < size <= len(chunk) - place:
+            raise OSError(f"page of {size} bytes, of which {len(chunk) - place} are there")
+        if not 0 < most <= largest or not 0 <= count <= largest:
+            raise OSError(f"page of {most} bytes and {count} values, expected at most {largest}")
+        yield _Page(chunk[place : place + size], most, count, stored & 0xFFFFFFFF)
         place += size
-        values = _values(codec.decompress(pa.py_buffer(page), most))
-        count = values.size // _STREAMS
-        own = into.part(done, done + count)
-        if values.size % _STREAMS or own.ids.size != count:
-            raise OSError(f"page of {values.size} bytes of values beyond entry {done}")
-        streams = values.reshape(_STREAMS, count)
-        _join(streams[:4], own.ids.view(np.uint32), scratch)
-        _join(streams[4:], own.logprobs.view(np.uint32), scratch)
-        done += count
-    return done
 
 
 def _values(page: pa.Buffer) -> NDArray[np.uint8]:
@@ -101,67 +248,54 @@ def _values(page: pa.Buffer) -> NDArray[np.uint8]:
     return data[start:]
 
 
+class _Scratch(threading.local):
+    """Memory of a thread for joining the streams of a page; fresh memory would take longer."""
+
+    def __init__(self) -> None:
+        self._pairs = np.empty((2, 0), np.uint16)
+        self._words = np.empty(0, np.uint32)
+
+    def views(self, count: int) -> tuple[NDArray[np.uint16], NDArray[np.uint32]]:
+        """Return room for two times so many numbers of two bytes, and so many of four."""
+        if self._words.size < count:
+            self._pairs, self._words = np.empty((2, count), np.uint16), np.empty(count, np.uint32)
+        return self._pairs[:, :count], self._words[:count]
+
+
+_scratch = _Scratch()
+
+
 def _join(
     streams: NDArray[np.uint8],  # [4, n]
     out: NDArray[np.uint32],  # [n]
-    scratch: NDArray[np.uint32],  # [2, _AT_ONCE]
 ) -> None:
     """Make numbers of four bytes, which are given from the lowest up."""
+    pairs, upper = _scratch.views(out.size)
     # the highest byte of an id is 0
-    top = 3 if streams[3].any() else 2
-    # pieces that stay in the cache, from where each result is written once
-    for first in range(0, out.size, _AT_ONCE):
-        part = slice(first, first + _AT_ONCE)
-        own = out[part]
-        value, lower = scratch[:, : own.size]
-        np.copyto(value, streams[top, part])
-        for stream in range(top - 1, -1, -1):
-            np.left_shift(value, 8, out=value)
-            np.copyto(lower, streams[stream, part])
-            np.bitwise_or(value, lower, out=value if stream else own)
+    np.copyto(upper, _paired(streams[2:], pairs) if streams[3].any() else streams[2])
+    np.copyto(out, _paired(streams[:2], pairs))
+    _add_above(out, upper)
 
 
-def _struct(data: memoryview, place: int, nested: int) -> tuple[dict[int, Any], int]:
-    """Parse a Thrift struct of the compact protocol: its fields by number, and where it ends."""
-    fields: dict[int, Any] = {}
-    number = 0
-    while (byte := data[place]) != 0:
-        place += 1
-        kind = byte & 0x0F
-        if byte >> 4:
-            number += byte >> 4
-        else:
-            number, place = _integer(data, place)
-        if kind in (_TRUE, _FALSE):
-            fields[number] = kind == _TRUE
-        elif kind == _BYTE:
-            fields[number], place = data[place], place + 1
-        elif kind in (_I16, _I32, _I64):
-            fields[number], place = _integer(data, place)
-        elif kind == _BINARY:
-            size, place = _varint(data, place)
-            fields[number], place = bytes(data[place : place + size]), place + size
-        elif kind == _STRUCT and nested < _MOST_NESTED:
-            fields[number], place = _struct(data, place, nested + 1)
-        else:
-            raise KeyError(kind)
-    return fields, place + 1
+def _paired(
+    streams: NDArray[np.uint8],  # [2, n]
+    pairs: NDArray[np.uint16],  # [2, n]
+) -> NDArray[np.uint16]:
+    """Make numbers of two bytes."""
+    np.copyto(pairs, streams)
+    lower: NDArray[np.uint16] = pairs[0]
+    _add_above(lower, pairs[1])
+    return lower
 
 
-def _integer(data: memoryview, place: int) -> tuple[int, int]:
-    """Parse a signed number."""
-    value, place = _varint(data, place)
-    return (value >> 1) ^ -(value & 1), place
+def _add_above(lower: NDArray[Any], upper: NDArray[Any]) -> None:
+    """Fill the empty upper halves of numbers with the lower halves of others."""
+    half = lower.itemsize // 2
+    # numbers lie with the lowest byte first, so a place further in memory is a shift
+    room = lower.view(np.uint8)[half:]
+    np.bitwise_or(room, upper.view(np.uint8)[: room.size], out=room)
 
 
-def _varint(data: memoryview, place: int) -> tuple[int, int]:
-    """Parse a number of seven bits a byte."""
-    value = shift = 0
-    while shift <= _MOST_VARINT_BITS:
-        byte = data[place]
-        place += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, place
-        shift += 7
-    raise KeyError("a number that does not end")
+def _offsets(counts: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return exclusive prefix sums with the total at the end."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from rollout.batch import RolloutBatch, pack_rows
 from rollout.batch_rows import BatchRow
 from rollout.blank_batch import blank_batch
+from rollout.entry_pages import write_entries
 from rollout.epoch_plan import Block, EpochPlan, PlannedGroup
 from rollout.errors import DatasetError
 from rollout.loader_config import LoaderConfig, LoaderReport
@@ -38,6 +40,22 @@ class Share:
     """How many of the rank's next micro-batches are other workers' turns."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Made:
+    """A batch whose entries may still be being written."""
+
+    batch: RolloutBatch
+    written: list[Future[None]]
+    done: Cursor
+    """The position after it."""
+    lag: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its entries."""
+        return 8 * self.batch.support_ids.shape[0]
+
+
 class EpochRun:
     """Yields a rank's micro-batches, each with the position after it.
 
@@ -51,8 +69,8 @@ class EpochRun:
         config: what decides the batches.
         share: what part of them is taken.
         report: counts what is left out or bent.
-        prefetch_bytes: decoded row groups held and in flight.
-        decode_threads: threads that fetch and decode ahead.
+        prefetch_bytes: row groups held and in flight, and batches made ahead.
+        decode_threads: threads that read and decode ahead, each for a batch of its own.
         device: where batches go.
         memory: for the large arrays of batches that stay on the host.
     """
@@ -95,32 +113,57 @@ class EpochRun:
         Raises:
             DatasetError: a shard is missing or damaged, or nothing can be trained on.
         """
-        world, rank, lag = self._share.world_size, self._share.rank, self._share.lag
         own = self._own_splits(start)
         cache = self._open_cache(start.step, own)
-        first, trains = start.done, start.step > 0 or start.done > 0
+        ahead: deque[_Made] = deque()
         try:
-            for step in range(start.step, self._plan.num_steps):
-                planned = self._plan_step(step, cache, own)
-                if not trains and planned.num_scored == 0:
-                    self._refuse_if_nothing_trains(step)
-                trains = True
-                for index in range(rank, planned.num_batches, world):
-                    turn = index >= first and lag == 0
-                    if turn:
-                        batch = self._pack(cache, planned, index, start.epoch, step)
-                        lag = self._share.workers - 1
-                        done = Cursor(start.epoch, step, index - rank + world)
-                        if done.done == planned.num_batches:
-                            done = Cursor(start.epoch, step + 1)
-                        self._take(cache, planned, index, own)
-                        yield batch, done, lag
-                    else:
-                        lag -= index >= first
-                        self._take(cache, planned, index, own)
-                first = 0
+            for made in self._make(start, cache, own):
+                ahead.append(made)
+                # others are decoded while this one is used
+                while ahead and (
+                    len(ahead) > self._threads
+                    or cache.num_bytes + sum(one.num_bytes for one in ahead) > self._prefetch_bytes
+                ):
+                    yield self._finished(ahead.popleft())
+            while ahead:
+                yield self._finished(ahead.popleft())
         finally:
             cache.close()
+
+    def _make(self, start: Cursor, cache: BlockCache, own: set[int]) -> Iterator[_Made]:
+        """Yield the batches from a position on while their entries are decoded."""
+        world, rank, lag = self._share.world_size, self._share.rank, self._share.lag
+        first, trains = start.done, start.step > 0 or start.done > 0
+        for step in range(start.step, self._plan.num_steps):
+            planned = self._plan_step(step, cache, own)
+            if not trains and planned.num_scored == 0:
+                self._refuse_if_nothing_trains(step)
+            trains = True
+            for index in range(rank, planned.num_batches, world):
+                turn = index >= first and lag == 0
+                if turn:
+                    batch, written = self._pack(cache, planned, index, start.epoch, step)
+                    lag = self._share.workers - 1
+                    done = Cursor(start.epoch, step, index - rank + world)
+                    if done.done == planned.num_batches:
+                        done = Cursor(start.epoch, step + 1)
+                    self._take(cache, planned, index, own)
+                    yield _Made(batch, written, done, lag)
+                else:
+                    lag -= index >= first
+                    self._take(cache, planned, index, own)
+            first = 0
+
+    def _finished(self, made: _Made) -> tuple[RolloutBatch, Cursor, int]:
+        """Wait for a batch's entries, and send it where batches go."""
+        for written in made.written:
+            written.result()
+        batch = made.batch
+        if self._device.type == "cuda":
+            batch = batch.pin_memory().to(self._device, non_blocking=True)
+        elif self._device.type != "cpu":
+            batch = batch.to(self._device)
+        return batch, made.done, made.lag
 
     def _own_splits(self, start: Cursor) -> set[int]:
         """Return the splits that this process will take micro-batches of."""
@@ -151,10 +194,10 @@ class EpochRun:
         )
 
     def _estimate(self, block: Block) -> int:
-        """Return about how many bytes a row group has when it is decoded."""
+        """Return about how many bytes a row group takes, its columns but the entries decoded."""
         record = self._shards[block[0]].record
         group = record.row_groups[block[1]]
-        return (8 * record.entries + 28 * record.tokens) * group.rows // record.rows + group.size
+        return 28 * record.tokens * group.rows // record.rows + group.size
 
     def _plan_step(self, step: int, cache: BlockCache, own: set[int]) -> StepPlan:
         """Plan a step, and let go of the rows that it leaves out."""
@@ -214,7 +257,8 @@ class EpochRun:
 
     def _pack(
         self, cache: BlockCache, planned: StepPlan, index: int, epoch: int, step: int
-    ) -> RolloutBatch:
+    ) -> tuple[RolloutBatch, list[Future[None]]]:
+        """Make a batch; its entries are written when the futures are done."""
         world = self._share.world_size
         fields: dict[str, Any] = {
             "global_denominator": float(max(planned.num_scored, 1)),
@@ -224,19 +268,18 @@ class EpochRun:
             "num_micro_batches": planned.num_batches // world,
         }
         picks = planned.picks(index)
-        if picks:
-            batch = pack_rows(
-                self._rows(cache, picks),
-                [pick.advantage for pick in picks],
-                columns=self._config.batch_columns,
-                empty=self._empty,
-                **fields,
-            )
-        else:
-            batch = blank_batch(**fields)
-        if self._device.type == "cuda":
-            return batch.pin_memory().to(self._device, non_blocking=True)
-        return batch if self._device.type == "cpu" else batch.to(self._device)
+        if not picks:
+            return blank_batch(**fields), []
+        written: list[Future[None]] = []
+        batch = pack_rows(
+            self._rows(cache, picks),
+            [pick.advantage for pick in picks],
+            columns=self._config.batch_columns,
+            empty=self._empty,
+            write=lambda parts, into: written.append(cache.submit(write_entries, parts, into)),
+            **fields,
+        )
+        return batch, written
 
     def _rows(self, cache: BlockCache, picks: Sequence[Pick]) -> list[BatchRow]:
         """Return the rollouts of a micro-batch, asking for each row group once."""

@@ -72,7 +72,7 @@ class RolloutLoader(IterableDataset[RolloutBatch]):
         rank: of this process among them.
         verify: `digests` compares each row group's digest when this loader first reads it; `pages`
             leaves it at the checksum of every page.
-        prefetch_bytes: decoded row groups held and in flight.
+        prefetch_bytes: row groups held and in flight, and batches made ahead.
         decode_threads: threads that fetch and decode ahead.
         cache_folder: a local folder that keeps fetched row groups by digest, for remote storage;
             any number of processes may share it.
@@ -308,15 +308,12 @@ class RolloutLoader(IterableDataset[RolloutBatch]):
         cache = None
         if self._cache_folder is not None:
             cache = RowGroupCache(self._cache_folder, self._cache_bytes)
-        source = ShardBytes(self._shards, verify=self._verify, cache=cache)
+        memory = RecycledArrays(self._prefetch_bytes)
+        source = ShardBytes(self._shards, verify=self._verify, cache=cache, memory=memory)
         self._footers = ShardFooters(self._shards, source, self._kept_footers)
         self._kept_footers = self._footers.kept
         self._reader = ShardReader(
-            self._shards,
-            source,
-            self._footers,
-            columns=self.config.read_columns,
-            memory=RecycledArrays(self._prefetch_bytes),
+            self._shards, source, self._footers, columns=self.config.read_columns
         )
         self._index = ScalarIndex(
             self._reader, [[g.rows for g in shard.record.row_groups] for shard in self._shards]

@@ -1,4 +1,4 @@
-"""Decode row groups ahead of their use, in threads and under a budget of bytes.
+"""Read row groups ahead of their use, in threads and under a budget of bytes.
 
 Which row groups a rank will read, in which order, and how many rows it will take from each is known
 before the epoch starts. So a row group is fetched when the budget has room for it, kept until its
@@ -11,7 +11,7 @@ import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Final
+from typing import Any, Final
 
 from rollout.decoded_block import DecodedBlock
 from rollout.epoch_plan import Block
@@ -22,15 +22,15 @@ _AHEAD_PER_THREAD: Final = 2
 
 
 class BlockCache:
-    """Decoded row groups, fetched ahead; used by one thread.
+    """Row groups, read ahead; used by one thread.
 
     Args:
-        read: reads and decodes a row group; called in the cache's threads.
-        estimate: raw bytes of a row group that was not read yet, roughly.
+        read: reads a row group; called in the cache's threads.
+        estimate: bytes of a row group that was not read yet, roughly.
         upcoming: row groups in the order of their first use.
         rows: how many rows of each row group will be taken in all.
-        budget_bytes: decoded bytes held and in flight; what one batch needs is held in any case.
-        threads: decode threads.
+        budget_bytes: bytes held and in flight; what one batch needs is held in any case.
+        threads: that read, and decode for batches.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class BlockCache:
         self._told = False
 
     def get(self, block: Block) -> DecodedBlock:
-        """Return a decoded row group; waits for it where it is still being decoded.
+        """Return a row group; waits for it where it is still being read.
 
         Raises:
             DatasetError: see `ShardReader.read`.
@@ -79,6 +79,15 @@ class BlockCache:
         self._rows[block] -= count
         if self._rows[block] <= 0:
             self._drop(block)
+
+    def submit(self, task: Callable[..., None], *arguments: Any) -> Future[None]:
+        """Run something else in the threads, behind what was asked for before."""
+        return self._pool.submit(task, *arguments)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held and in flight."""
+        return sum(self._sizes.values())
 
     def close(self) -> None:
         """Stop the threads and forget everything."""
@@ -113,7 +122,7 @@ class BlockCache:
 
     def _evict(self) -> None:
         """Give up what is needed last, as far as that is known; never the one in use."""
-        used = sum(self._sizes.values())
+        used = self.num_bytes
         *others, _ = self._held
         unused = [block for block in others if block not in self._used]
         # read ahead but not used yet: the last first, to be read ahead again later

@@ -58,16 +58,22 @@ class ShardBytes:
         verify: `digests` compares each row group's digest when it is first read from storage;
             `pages` leaves it at the size of the shard.
         cache: for row groups of shards that are not local.
+        memory: for ranges of shards that are.
     """
 
     def __init__(
-        self, shards: Sequence[PinnedShard], *, verify: Verify, cache: RowGroupCache | None
+        self,
+        shards: Sequence[PinnedShard],
+        *,
+        verify: Verify,
+        cache: RowGroupCache | None,
+        memory: RecycledArrays,
     ) -> None:
         self._shards = shards
         self._verify = verify
         self._cache = cache
         self._verified: set[Block] = set()
-        self._memory = RecycledArrays()
+        self._memory = memory
 
     def row_group(self, block: Block) -> Data:
         """Return a row group's bytes.

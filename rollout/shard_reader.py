@@ -12,15 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Final
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rollout.decoded_block import DecodedBlock
-from rollout.entry_pages import SplitEntries, decode_entries
+from rollout.entry_pages import EntryPages
 from rollout.epoch_plan import Block
 from rollout.errors import DatasetError
-from rollout.recycled import RecycledArrays
 from rollout.shard_bytes import Data, PinnedShard, ShardBytes
 from rollout.shard_footers import ShardFooters
 from rollout.sparse_file import SparseFile, joined_ranges
@@ -62,8 +60,7 @@ class ShardReader:
         shards: the pinned shards.
         source: their bytes.
         footers: their footers.
-        columns: those to decode.
-        memory: for the entries.
+        columns: those to read.
     """
 
     def __init__(
@@ -73,17 +70,15 @@ class ShardReader:
         footers: ShardFooters,
         *,
         columns: Sequence[str],
-        memory: RecycledArrays,
     ) -> None:
         self._shards = shards
         self._bytes = source
         self._footers = footers
         self._columns = [name for name in columns if name != "support_entries"]
         self._with_entries = "support_entries" in columns
-        self._memory = memory
 
     def read(self, block: Block) -> DecodedBlock:
-        """Read and decode a row group.
+        """Read a row group and decode it, but for its support entries.
 
         Raises:
             DatasetError: the shard is missing, damaged, or not the one of its record.
@@ -96,14 +91,17 @@ class ShardReader:
         parts = {pinned.record.row_groups[index].offset: data}
         # for a planner that would have to ask the storage again
         planned = () if pinned.is_local else PLAN_COLUMNS
-        with _opened(pinned, footer, parts, f"row group {index}") as file:
+        what = f"row group {index}"
+        with _opened(pinned, footer, parts, what) as file:
             table = file.read_row_group(
                 index, columns=list(dict.fromkeys((*self._columns, *planned))), use_threads=False
             )
             _check_rows(table.num_rows, footer.row_group(index).num_rows)
-            return DecodedBlock(
-                table, self._entries(footer, block, data) if self._with_entries else None
-            )
+            if not self._with_entries:
+                return DecodedBlock(table)
+            chunk = self._entry_chunk(footer, block, data)
+            where = f"{pinned.where}: {what}"
+            return DecodedBlock(table, lambda counts: EntryPages(chunk, counts, where))
 
     def scalars(self, shard: int, row_groups: Sequence[int], columns: Sequence[str]) -> pa.Table:
         """Read scalar columns of row groups, and few bytes beside them.
@@ -175,17 +173,15 @@ class ShardReader:
                 return values // num_tokens if num_tokens and values >= num_tokens else 0
         return 0
 
-    def _entries(self, footer: pq.FileMetaData, block: Block, data: Data) -> SplitEntries:
-        """Decode the support entries of a row group, given its bytes."""
-        group = footer.row_group(block[1])
-        (chunk,) = (c for c in _chunks(group) if c.path_in_schema.startswith("support_entries."))
-        # null and empty lists count as one value each
-        most = chunk.num_values
-        memory = self._memory.empty(2 * most, np.int32)
-        whole = SplitEntries(memory[:most], memory[most:].view(np.float32))
+    def _entry_chunk(self, footer: pq.FileMetaData, block: Block, data: Data) -> memoryview:
+        """Return the column chunk of the support entries, given a row group's bytes."""
+        (chunk,) = (
+            column
+            for column in _chunks(footer.row_group(block[1]))
+            if column.path_in_schema.startswith("support_entries.")
+        )
         start = chunk.data_page_offset - self._shards[block[0]].record.row_groups[block[1]].offset
-        pages = memoryview(data)[start : start + chunk.total_compressed_size]
-        return whole.part(0, decode_entries(pages, whole))
+        return memoryview(data)[start : start + chunk.total_compressed_size]
 
 
 @contextmanager
