@@ -78,11 +78,14 @@ class Storage:
             retry_seconds: how long a failing call is repeated.
 
         Raises:
-            OutputError: no such protocol, or its package is not installed.
+            OutputError: no such protocol, its package is not installed, or it takes no connection.
         """
         try:
             return cls(str(url), dict(options or {}), retry_seconds)
-        except (ImportError, ValueError, TypeError) as error:
+        except Exception as error:
+            wrong = isinstance(error, (ImportError, ValueError, TypeError))
+            if not wrong and not is_storage_error(error):
+                raise
             raise OutputError(
                 f"storage {public_url(str(url))!r}: {explain(error, dict(options or {}))}"
             ) from error
@@ -326,6 +329,7 @@ class Storage:
             self._full_url, **self._options, **({"skip_instance_cache": True} if fresh else {})
         )
         self._root = root.rstrip("/")
+        self._connect_anew = False
 
     def _protocols(self) -> tuple[str, ...]:
         protocol = self._fs.protocol
@@ -373,20 +377,18 @@ class Storage:
         """Run one storage call, repeat it while that may help, and say what failed."""
 
         def before_sleep(state: tenacity.RetryCallState) -> None:
-            error = state.outcome.exception() if state.outcome is not None else None
-            _log.warning(
-                "storage %s: can't %s %s, trying again: %s",
-                self.url,
-                what,
-                name,
-                self._reason(error),
-            )
-            if self.local_root is None and not self._in_memory():
-                # picks up credentials that were renewed meanwhile
+            reason = self._reason(state.outcome.exception() if state.outcome is not None else None)
+            _log.warning("storage %s: can't %s %s, trying again: %s", self.url, what, name, reason)
+            # picks up credentials that were renewed meanwhile
+            self._connect_anew = self.local_root is None and not self._in_memory()
+
+        def attempt() -> _Result:
+            if self._connect_anew:
                 self._connect(fresh=True)
+            return function()
 
         try:
-            return repeat(function, self._retry_seconds, self.given_up, before_sleep)
+            return repeat(attempt, self._retry_seconds, self.given_up, before_sleep)
         except Exception as error:
             missing = isinstance(error, FileNotFoundError) and error_class is DatasetError
             if missing or not is_storage_error(error):

@@ -113,4 +113,21 @@ class FakeStore(AbstractFileSystem):  # type: ignore[misc]
         return io.BytesIO(self.cat_file(path))
 
 
+class LockedStore(FakeStore):
+    """Connects as soon as it is made, and to who has the key."""
+
+    protocol = "lockedstore"
+    KEY = "k3y-of-the-store"
+    refusals: ClassVar[list[Exception]] = []
+    """What the next connections end with."""
+
+    def __init__(self, key: str = "", **options: Any) -> None:
+        if self.refusals:
+            raise self.refusals.pop(0)
+        if key != self.KEY:
+            raise PermissionError(f"{key!r} is no key")
+        super().__init__(key=key, **options)
+
+
 fsspec.register_implementation("fakestore", FakeStore, clobber=True)
+fsspec.register_implementation("lockedstore", LockedStore, clobber=True)

@@ -11,13 +11,12 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tenacity.nap
+import tenacity
 from dataset_tools import STORAGES, new_storage
-from fake_store import ClientError, FakeStore
+from fake_store import ClientError, FakeStore, LockedStore
 
 from rollout.errors import DatasetError, OutputError
 from rollout.storage import Storage
@@ -34,7 +33,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Storage]:
     """The object store, with waits between retries that take no time."""
-    monkeypatch.setattr(tenacity.nap, "time", SimpleNamespace(sleep=lambda _: None))
+    monkeypatch.setattr(tenacity, "wait_random_exponential", lambda **_: tenacity.wait_none())
     FakeStore.reset()
     yield Storage.open("fakestore://bucket/run", {"secret": SECRET}, retry_seconds=30)
     FakeStore.reset()
@@ -216,6 +215,28 @@ def test_probe_says_why_a_local_folder_is_no_good(tmp_path: Path) -> None:
 def test_unknown_protocol_is_an_output_error() -> None:
     with pytest.raises(OutputError, match="nosuch"):
         Storage.open("nosuch://bucket/run")
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError(f"{SECRET} is no key"), ClientError("AccessDenied"), TimeoutError()]
+)
+def test_a_storage_that_takes_no_connection_is_an_output_error(error: Exception) -> None:
+    LockedStore.refusals[:] = [error, ZeroDivisionError("bug")]
+    with pytest.raises(OutputError, match=f"lockedstore.*{type(error).__name__}") as caught:
+        Storage.open("lockedstore://bucket/run", {"key": SECRET})
+    assert SECRET not in str(caught.value)
+    with pytest.raises(ZeroDivisionError):
+        Storage.open("lockedstore://bucket/run", {"key": SECRET})
+
+
+@pytest.mark.usefixtures("store")
+def test_a_new_connection_that_fails_is_tried_again() -> None:
+    storage = Storage.open("lockedstore://bucket/run", {"key": LockedStore.KEY})
+    FakeStore.fail = fail_times(1, TimeoutError("slow"))
+    # the network is still down when the store is asked again
+    LockedStore.refusals[:] = [TimeoutError("no route")] * 2
+    assert storage.create_exclusive("x", b"data")
+    assert (storage.read_bytes("x"), LockedStore.refusals) == (b"data", [])
 
 
 @pytest.mark.parametrize("exclusive", [True, False])
