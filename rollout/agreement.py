@@ -10,7 +10,7 @@ and never averaged away.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -147,6 +147,7 @@ def agree(
     compute_dtype: str = "float32",
     device: str = "auto",
     max_rollouts: int = 4096,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> AgreementReport:
     """Load both sides and compare them; see `measure_agreement`.
 
@@ -156,6 +157,7 @@ def agree(
         compute_dtype: `float32` or `bfloat16`.
         device: `auto`, `cpu` or `cuda`.
         max_rollouts: the first of the dataset.
+        storage_options: options of the dataset's fsspec filesystem.
 
     Returns:
         The report.
@@ -164,7 +166,7 @@ def agree(
         DatasetError: the dataset can't be read or compared.
         InputError: the model can't be loaded.
     """
-    view = read_dataset(Storage.open(path))
+    view = read_dataset(Storage.open(path, dict(storage_options or {})))
     trainer = load_model(model, revision=None, compute_dtype=compute_dtype, device=device)
     return measure_agreement(trainer, view, max_rollouts=max_rollouts)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +16,14 @@ AGREEMENT_FILE: Final = "_agreement.json"
 """Beside the data: what `rollout agree` measured, one JSON object."""
 
 
-def save_agreement(path: str | Path, report: Any, *, model: str, dtype: str) -> None:
+def save_agreement(
+    path: str | Path,
+    report: Any,
+    *,
+    model: str,
+    dtype: str,
+    storage_options: Mapping[str, Any] | None = None,
+) -> None:
     """Keep an agreement report beside the data, in the place of an earlier one.
 
     Args:
@@ -23,6 +31,7 @@ def save_agreement(path: str | Path, report: Any, *, model: str, dtype: str) -> 
         report: a `rollout.agreement.AgreementReport`.
         model: what was compared with the data.
         dtype: in which its logits were computed.
+        storage_options: options of the dataset's fsspec filesystem.
 
     Raises:
         OutputError: it can't be written.
@@ -35,7 +44,8 @@ def save_agreement(path: str | Path, report: Any, *, model: str, dtype: str) -> 
         "largest_deviation": report.largest_deviation,
     }
     data = json.dumps(values | dataclasses.asdict(report), indent=2).encode()
-    Storage.open(path).write_bytes(AGREEMENT_FILE, data)
+    storage = Storage.open(path, dict(storage_options or {}))
+    storage.write_bytes(AGREEMENT_FILE, data)
 
 
 def summary_of(report: dict[str, Any]) -> str:

@@ -148,19 +148,31 @@ def replay(path: str, overrides: Sequence[str]) -> None:
     "--tolerance", type=float, help="Fail if a token's ratio is further than this from 1."
 )
 @click.option("--save", is_flag=True, help="Keep the report beside the data, for inspect.")
+@_storage_options
 @_expected_errors
 def agree(
-    path: str, model: str, dtype: str, max_rollouts: int, tolerance: float | None, save: bool
+    path: str,
+    model: str,
+    dtype: str,
+    max_rollouts: int,
+    tolerance: float | None,
+    save: bool,
+    storage_options: Sequence[str],
 ) -> None:
     """Compare a model's probabilities with those that a dataset recorded."""
+    from rollout.storage_arguments import parse_storage_options
+
+    options = parse_storage_options(storage_options)
     from rollout.agreement import agree as run
 
-    report = run(path, model, compute_dtype=dtype, max_rollouts=max_rollouts)
+    report = run(
+        path, model, compute_dtype=dtype, max_rollouts=max_rollouts, storage_options=options
+    )
     click.echo(report.table())
     if save:
         from rollout.agreement_file import save_agreement
 
-        save_agreement(path, report, model=model, dtype=dtype)
+        save_agreement(path, report, model=model, dtype=dtype, storage_options=options)
     report.check(tolerance)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from fake_store import LockedStore
 from replay_oracle import (
     PROMPTS,
     SAMPLES,
@@ -24,7 +26,7 @@ from transformers import Qwen3ForCausalLM
 from rollout.agreement import AgreementReport, agree
 from rollout.cli import main
 from rollout.dataset import DatasetWriter
-from rollout.errors import DatasetError, TrainingError
+from rollout.errors import DatasetError, OutputError, TrainingError
 from rollout.rows import RolloutRow
 from rollout.storage import Storage
 
@@ -179,6 +181,25 @@ def test_untruncated_rows_are_named_and_take_no_part_in_the_kept_mass(
     assert report.by_support[-1].tokens == top.token_ids.size
     assert report.unreplayed.tokens == sum(row.token_ids.size for row in rows)
     assert agree(tmp_path / "data", folder, max_rollouts=3).rollouts == 3
+
+
+def test_the_command_takes_the_options_of_a_storage(
+    recorded: tuple[Path, Path, list[Sampled]],
+) -> None:
+    folder, data, _ = recorded
+    LockedStore.reset()
+    for file in data.rglob("*"):
+        if file.is_file():
+            LockedStore.objects[f"bucket/run/{file.relative_to(data)}"] = file.read_bytes()
+    url = "lockedstore://bucket/run"
+    arguments = ["agree", "--model", str(folder), "--save", "--max-rollouts", "2", url]
+    result = CliRunner().invoke(main, arguments)
+    assert (result.exit_code, "is no key" in result.output) == (OutputError.exit_code, True)
+    options = ["--storage-option", f"key={LockedStore.KEY}"]
+    result = CliRunner().invoke(main, [*arguments, *options])
+    assert result.exit_code == 0, result.output
+    shown = CliRunner().invoke(main, ["inspect", url, "--json", *options])
+    assert json.loads(shown.output)["agreement"]["rollouts"] == 2
 
 
 def test_the_command_prints_the_table_and_fails_beyond_the_tolerance(
