@@ -243,15 +243,20 @@ def _problems(found: InspectReport) -> list[str]:
             for item in found.rejected[:_LISTED]
         ]
         heads = ("prompt", "sample", "from", "reason", "detail")
-        left = len(found.rejected) - _LISTED
-        more = f"<p>and {left:,} more: rollout inspect --json</p>" if left > 0 else ""
-        parts.append(f"<details open><summary>which</summary>{_table(rows, heads)}{more}</details>")
+        listed = _table(rows, heads) + _more(len(found.rejected))
+        parts.append(f"<details open><summary>which</summary>{listed}</details>")
     else:
         parts.append('<p class="none">nothing</p>')
     if found.bad_shards:
         rows_bad = [(bad.file, f"{bad.rows:,}", bad.problem) for bad in found.bad_shards[:_LISTED]]
-        parts += ["<h2>Unreadable shards</h2>", _table(rows_bad, ("file", "rollouts", "problem"))]
+        listed = _table(rows_bad, ("file", "rollouts", "problem")) + _more(len(found.bad_shards))
+        parts += ["<h2>Unreadable shards</h2>", listed]
     return parts
+
+
+def _more(count: int) -> str:
+    left = count - _LISTED
+    return f"<p>and {left:,} more: rollout inspect --json names all</p>" if left > 0 else ""
 
 
 def _agreement(found: InspectReport) -> str:

@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from unittest import mock
@@ -32,7 +33,8 @@ from prepared_runs import (
 from rollout.charts import entropy
 from rollout.cli import main
 from rollout.dataset import DatasetWriter, read_dataset
-from rollout.html_report import write_report
+from rollout.html_report import build_page, write_report
+from rollout.inspect import inspect_view
 from rollout.report_data import SIZE_EDGES, TAIL_EDGES, ReportData, collect
 from rollout.storage import Storage
 
@@ -211,6 +213,18 @@ def test_what_others_wrote_stays_text(tmp_path: Path) -> None:
     assert "<img" not in text
     assert "$x_1$" in text
     assert "the records of this run do not hold it" not in text
+
+
+def test_long_lists_say_how_many_they_leave_out(damaged: PreparedRun) -> None:
+    view = read_dataset(Storage.open(damaged.path))
+    found = inspect_view(view, damaged.path, full=True)
+    many = replace(found, rejected=found.rejected * 150, bad_shards=found.bad_shards * 207)
+    page = Page(build_page(view, many, collect(view, full=True)))
+    text = " ".join(page.words)
+    assert "and 100 more: rollout inspect --json names all" in text
+    assert "and 7 more: rollout inspect --json names all" in text
+    assert text.count("901 tokens, the model takes 512") == 100
+    assert text.count(found.bad_shards[0].file) == 200
 
 
 def test_runs_without_rollouts_rewards_or_supports(tmp_path: Path) -> None:
