@@ -130,7 +130,7 @@ def replay(path: str, overrides: Sequence[str]) -> None:
     from rollout.jobfile import load_file
     from rollout.replay_config import ReplayConfig
 
-    config = load_file(ReplayConfig, path, overrides)
+    config = load_file(ReplayConfig, path, overrides, what="replay file")
     from rollout.replay import replay as run
 
     summary = run(config)

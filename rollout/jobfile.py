@@ -95,13 +95,16 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
     return load_file(JobConfig, path, overrides)
 
 
-def load_file(model: type[S], path: str | Path, overrides: Sequence[str] = ()) -> S:
+def load_file(
+    model: type[S], path: str | Path, overrides: Sequence[str] = (), *, what: str = "job file"
+) -> S:
     """Read a YAML file as one section; see `load_job`.
 
     Args:
         model: the section that the whole file is.
         path: the YAML file.
         overrides: `dotted.key=value`, the value in YAML.
+        what: what the messages call it.
 
     Raises:
         ConfigError: the file can't be read, is no mapping, or values are wrong; all are named.
@@ -109,16 +112,16 @@ def load_file(model: type[S], path: str | Path, overrides: Sequence[str] = ()) -
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise ConfigError(f"job file {path}: {error.strerror or error}") from error
+        raise ConfigError(f"{what} {path}: {error.strerror or error}") from error
     except ValueError as error:
-        raise ConfigError(f"job file {path}: expected YAML in UTF-8: {error}") from error
-    data = _parse(text, f"job file {path}")
+        raise ConfigError(f"{what} {path}: expected YAML in UTF-8: {error}") from error
+    data = _parse(text, f"{what} {path}")
     first, second, *_ = model.model_fields
     if data is None:
-        raise ConfigError(f"job file {path} is empty, expected `{first}`, `{second}`, ...")
+        raise ConfigError(f"{what} {path} is empty, expected `{first}`, `{second}`, ...")
     if not isinstance(data, dict):
         raise ConfigError(
-            f"job file {path} holds a {type(data).__name__}, "
+            f"{what} {path} holds a {type(data).__name__}, "
             f"expected a mapping with `{first}`, `{second}`, ..."
         )
     for override in overrides:
