@@ -69,10 +69,9 @@ def test_a_set_of_ids_finds_every_repeated_one() -> None:
     assert len(seen) > 600
 
 
-@pytest.mark.usefixtures("small_runs")
 def test_many_keys_added_at_once_are_found() -> None:
-    # more than one run holds
-    keys = [f"k{i}" for i in range(150)]
+    # more than one run holds, whose keys have 16 bits for their numbers
+    keys = [f"k{i}" for i in range(2**16 + 2**12)]
     table = KeyTable()
     table.add(["k70", "other"])
     expected = dict.fromkeys(["k70", "other", *keys])
