@@ -1,12 +1,13 @@
 """Commits in the background: checking, packing order, Parquet, verification and upload.
 
-Threads wait for the processes that do the work (`rollout.part_pool`) and for the storage. Parts of
-one unit are committed one after the other, units side by side. Entries stay in the spool until they
-are committed or kept.
+Threads wait for the processes that do the work (`rollout.part_pool`) and for the storage. Parts are
+written side by side; those of one unit are then committed one after the other. Entries stay in the
+spool until they are committed or kept.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -16,9 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from rollout.dataset import DatasetWriter
+from rollout.early_shard import written_early
 from rollout.errors import DatasetError, OutputError, RolloutError
 from rollout.part_pool import Part, PartPool
-from rollout.part_work import BadRow
+from rollout.part_work import BadRow, WriteShard
 from rollout.pending import PendingParts
 from rollout.rows import Rejection, RolloutRow
 from rollout.schema.records import CommitRecord
@@ -78,7 +80,7 @@ class Committer:
         Args:
             writer: the dataset.
             prompts_path: the prompts file, named in rejections.
-            threads: parts of different units committed at once.
+            threads: parts in work at once.
             pending: where to keep what the output does not take; unset, that stops the job.
             on_done: called with each unit given to `finish`, once its parts are committed.
             retry_seconds: between looks at an output that was out.
@@ -130,9 +132,13 @@ class Committer:
         """
         self._hand_over(_Part(unit=unit, rows=(), rejected=(), num_bytes=0, last=True))
 
-    def prepare(self) -> None:
-        """Start what works on large parts, so that the first of them need not wait."""
-        self._pool.submit(self._parts.start, self._threads)
+    def prepare(self, processes: int) -> None:
+        """Start what works on parts, so that the first of them need not wait.
+
+        Args:
+            processes: how many parts may be large at once; more than threads are of no use.
+        """
+        self._pool.submit(self._parts.start, min(processes, self._threads))
 
     def check(self) -> None:
         """Say whether commits can't go on.
@@ -179,10 +185,10 @@ class Committer:
                 raise self._error
             self._pending += 1
             self._pending_bytes += part.num_bytes
-            if part.unit in self._waiting:
-                self._waiting[part.unit].append(part)  # the thread of this unit takes it up
-                return
-            self._waiting[part.unit] = deque()
+            queue = self._waiting.setdefault(part.unit, deque())
+            queue.append(part)
+            if part.last and len(queue) > 1:
+                return  # whoever commits the part before takes it up
         self._pool.submit(self._run, part)
 
     def _run(self, part: _Part | None) -> None:
@@ -192,16 +198,26 @@ class Committer:
                 self._commit_or_keep(part)
             except BaseException as error:  # handed to whoever commits or waits next
                 failed = error
+            self._wait_for_turn(part)
             with self._lock:
                 self._error = self._error or failed
                 self._pending -= 1
                 self._pending_bytes -= part.num_bytes
                 queue = self._waiting[part.unit]
-                unit = part.unit
-                part = queue.popleft() if queue else None
-                if part is None:
-                    del self._waiting[unit]
+                queue.popleft()
+                if not queue:
+                    del self._waiting[part.unit]
+                part = queue[0] if queue and queue[0].last else None
                 self._lock.notify_all()
+
+    def _is_turn(self, part: _Part) -> bool:
+        """Whether every earlier part of the unit is done with."""
+        return self._waiting[part.unit][0] is part
+
+    def _wait_for_turn(self, part: _Part) -> None:
+        # the earlier parts were handed to the pool before, so none of them waits for a thread
+        with self._lock:
+            self._lock.wait_for(lambda: self._is_turn(part))
 
     def _commit_or_keep(self, part: _Part) -> None:
         if part.last:
@@ -217,21 +233,26 @@ class Committer:
     def _commit_work(self, part: _Part, work: Part) -> None:
         good, rejected = self._checked(part, work)
         pending = self._pending_parts
-        stuck = self._error or self._outage
-        if stuck is None or pending is None:
-            try:
-                self._commit(part.unit, good, rejected, work)
-                return
-            except (OutputError, DatasetError) as error:
-                if pending is None:
-                    raise
-                self._out(error)
+        with contextlib.ExitStack() as early:
+            write: WriteShard = work.write
+            if good and not self._is_turn(part) and not (self._error or self._outage):
+                write = early.enter_context(written_early(self._writer, good, work.write))
+            self._wait_for_turn(part)
+            stuck = self._error or self._outage
+            if stuck is None or pending is None:
+                try:
+                    self._commit(part.unit, good, rejected, write)
+                    return
+                except (OutputError, DatasetError) as error:
+                    if pending is None:
+                        raise
+                    self._out(error)
         assert pending is not None
         if self._save(pending, part.unit, good, rejected, work):
             return
         # no room, so the rollouts stay in memory and no more are admitted, until the output is back
         _log.warning("%s is full: waiting for the output", pending.folder)
-        self._commit(part.unit, good, rejected, work)
+        self._commit(part.unit, good, rejected, work.write)
 
     def _out(self, error: RolloutError) -> None:
         """Note that the output takes nothing, and see to it that it is asked again."""
@@ -313,9 +334,9 @@ class Committer:
         return good, rejected
 
     def _commit(
-        self, unit: str, rows: list[RolloutRow], rejected: list[Rejection], work: Part
+        self, unit: str, rows: list[RolloutRow], rejected: list[Rejection], write: WriteShard
     ) -> None:
-        record = self._writer.commit_part(unit, rows, rejected, work.write)
+        record = self._writer.commit_part(unit, rows, rejected, write)
         with self._lock:
             self.stats.covered += len(rows) - (0 if record is None else record.rows)
         if record is not None:

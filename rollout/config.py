@@ -254,7 +254,7 @@ class OutputConfig(Section):
     shard_bytes: Int = Field(default=256 * 2**20, ge=2**20)
     """Raw bytes after which a part of a unit is committed early."""
     commit_threads: Annotated[Int, Field(ge=1)] | None = None
-    """Units committed side by side; null: half as many as there are cores, 4 to 16."""
+    """Parts written side by side; null: four fewer than there are cores, but 4 to 16."""
     flush_seconds: Float = Field(default=100.0, gt=0.0)
     """Finished rollouts are committed at least this often."""
     retry_seconds: Float = Field(default=300.0, gt=0.0)

@@ -57,7 +57,8 @@ class DatasetWriter:
         self.engine: dict[str, Any] = {}
         """What samples now: version, runner and dtypes of the engine; goes into commit records."""
         self._scratch = scratch
-        self._row_group_bytes = row_group_bytes
+        self.row_group_bytes = row_group_bytes
+        """Raw bytes after which a row group is closed."""
         self._lock = threading.RLock()
         self.ledger = Ledger()
         """What is planned, committed and set aside; grows with each commit."""
@@ -98,6 +99,11 @@ class DatasetWriter:
             writer._apply(commit)
         writer._read_new_plan()
         return writer
+
+    @property
+    def scratch(self) -> Path:
+        """Local folder for unfinished shards."""
+        return self._scratch or self.storage.scratch_folder()
 
     def covers(self, prompt_key: str, sample_index: int) -> bool:
         """Whether a rollout is committed."""
@@ -293,11 +299,11 @@ class DatasetWriter:
         )
 
     def _upload_shard(self, file: str, rows: list[RolloutRow], write: WriteShard) -> ShardInfo:
-        folder = self._scratch or self.storage.scratch_folder()
+        folder = self.scratch
         try:
             local = scratch_file(folder)
             try:
-                info = write(local, rows, self.record.fingerprint, self._row_group_bytes)
+                info = write(local, rows, self.record.fingerprint, self.row_group_bytes)
                 self.storage.put_file(local, file)
             finally:
                 local.unlink(missing_ok=True)

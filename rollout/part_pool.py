@@ -28,8 +28,10 @@ from rollout.shard import ShardInfo
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
-# smaller parts hold up the job's own loop less than starting a process would
+# raw bytes of a part that is worth starting a process, and of one worth handing to an idle process;
+# smaller ones hold up the job's own loop less
 PROCESS_BYTES: Final = 2 * 2**20
+IDLE_PROCESS_BYTES: Final = 128 * 2**10
 _CPU_INFO: Final = Path("/proc/cpuinfo")
 
 
@@ -99,13 +101,10 @@ class PartPool:
         Raises:
             OSError: the spool can't be read.
         """
-        if sum(row.num_bytes for row in rows) < self._process_bytes:
+        process = self._process_for(sum(row.num_bytes for row in rows))
+        if process is None:
             yield _LocalPart(rows)
             return
-        try:
-            process = self._idle.get_nowait()
-        except queue.Empty:
-            process = self._new()
         try:
             yield _ProcessPart(process, rows)
         finally:
@@ -118,6 +117,14 @@ class PartPool:
             for process in self._all:
                 process.close()
             self._all.clear()
+
+    def _process_for(self, num_bytes: int) -> _Process | None:
+        if num_bytes < min(self._process_bytes, IDLE_PROCESS_BYTES):
+            return None
+        try:
+            return self._idle.get_nowait()
+        except queue.Empty:
+            return None if num_bytes < self._process_bytes else self._new()
 
     def _new(self) -> _Process:
         process = _Process()

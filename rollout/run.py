@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections import Counter
@@ -39,7 +40,11 @@ _WINDOW = 3  # requests in flight for each that the engine runs at once
 _LOG_SECONDS = 60.0
 _RETRY_SECONDS = 15.0  # between looks at an output that takes nothing
 _IDLE_SECONDS = 0.02
-_LARGE_BYTES = 32 * 2**20  # captured entries that tell of large parts to come
+_FIRST_BYTES = 2**20  # captured entries after which their rate tells how many processes it takes
+_PROCESS_RATE = (
+    64 * 2**20
+)  # bytes of entries a second for each; one writes more where cores are free
+_OTHER_CORES = 4  # for the engine, the job and the process that takes steps
 _FEWEST_THREADS, _MOST_THREADS = 4, 16  # fewer would wait for storage, more for the disk
 _ENOUGH_ENDED = 64  # rollouts after which the share of failed ones says something
 
@@ -100,7 +105,8 @@ class Run:
         self._finished = 0
         self._tokens = 0
         self._entries = 0
-        self._prepared = False
+        self._prepared = 0
+        self._hurried = False
         self._held_since: float | None = None
         self._held = 0.0
         self._logged = time.monotonic()
@@ -138,6 +144,8 @@ class Run:
                     time.sleep(_IDLE_SECONDS)
             else:
                 self._step()
+            if exhausted and not self._hurried:
+                self._hurry()
             self._units.tick()
             self._show()
             self._log_largest_step()
@@ -281,9 +289,26 @@ class Run:
             self._window.step()
         finally:
             self._take_ended()
-        if not self._prepared and 8 * self._window.stats.entries >= _LARGE_BYTES:
-            self._prepared = True
-            self._committer.prepare()
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Start as many processes that write as the rate of entries asks for."""
+        captured = 8 * self._window.stats.entries
+        if captured < _FIRST_BYTES or self._start_time is None:
+            return
+        rate = captured / max(time.monotonic() - self._start_time, 1.0)
+        # some at least, since units may end together
+        wanted = _cores() // _OTHER_CORES + math.ceil(rate / _PROCESS_RATE)
+        if wanted > self._prepared:
+            self._prepared = wanted
+            self._committer.prepare(wanted)
+
+    def _hurry(self) -> None:
+        """Hand over smaller parts once the engine has room for more than is left."""
+        engine = self._engine.running
+        if engine is not None and self._window.num_in_flight < engine.max_num_seqs:
+            self._units.hurry()
+            self._hurried = True
 
     def _take_ended(self) -> None:
         for ended in self._window.take_ended():
@@ -332,5 +357,9 @@ class Run:
 
 
 def _threads() -> int:
-    """Choose how many units are committed side by side: a core writes about 100 MB/s of entries."""
-    return min(max((os.cpu_count() or 1) // 2, _FEWEST_THREADS), _MOST_THREADS)
+    """Choose how many parts are written side by side, at a lower priority than the engine."""
+    return min(max(_cores() - _OTHER_CORES, _FEWEST_THREADS), _MOST_THREADS)
+
+
+def _cores() -> int:
+    return os.cpu_count() or 1

@@ -10,9 +10,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 from rollout.config import OutputConfig
 from rollout.rows import Rejection, RolloutRow
+
+# raw bytes of a part at the end of a job, where processes that write would idle otherwise
+_LAST_BYTES: Final = 64 * 2**20
 
 
 @dataclass(kw_only=True, slots=True)
@@ -50,6 +54,8 @@ class UnitBuffers:
         self._buffers: dict[str, _Buffer] = {}
         self._in_flight: Counter[str] = Counter()
         self._open: set[str] = set()
+        self._part_bytes = config.shard_bytes
+        self._hurried = False
 
     @property
     def num_bytes(self) -> int:
@@ -76,7 +82,7 @@ class UnitBuffers:
         buffer.num_bytes += row.num_bytes
         buffer.memory_bytes += row.memory_bytes
         self._end(unit)
-        if buffer.num_bytes >= self._config.shard_bytes:
+        if buffer.num_bytes >= self._part_bytes:
             self._commit(unit)
 
     def fail(self, unit: str, rejection: Rejection) -> None:
@@ -87,6 +93,14 @@ class UnitBuffers:
     def reject(self, unit: str, rejection: Rejection) -> None:
         """Take a prompt that never started."""
         self._buffer(unit).rejected.append(rejection)
+
+    def hurry(self) -> None:
+        """Commit smaller parts from now on: little is left to sample, so many can be in work."""
+        self._hurried = True
+        self._part_bytes = min(self._part_bytes, _LAST_BYTES)
+        for unit, buffer in list(self._buffers.items()):
+            if buffer.num_bytes >= self._part_bytes:
+                self._commit(unit)
 
     def tick(self) -> None:
         """Commit what has waited long enough."""
@@ -125,6 +139,18 @@ class UnitBuffers:
         buffer = self._buffers.get(unit)
         if buffer is None:
             return
+        parts = buffer.num_bytes // self._part_bytes if self._hurried else 1
+        while parts > 1 and len(buffer.rows) > 1:
+            taken, size = 0, 0
+            while taken < len(buffer.rows) - 1 and size < buffer.num_bytes // parts:
+                size += buffer.rows[taken].num_bytes
+                taken += 1
+            self._take_part(unit, buffer.rows[:taken], [])
+            # only now: what could not be handed over can be tried again
+            for row in buffer.rows[:taken]:
+                buffer.num_bytes -= row.num_bytes
+                buffer.memory_bytes -= row.memory_bytes
+            del buffer.rows[:taken]
+            parts -= 1
         self._take_part(unit, buffer.rows, buffer.rejected)
-        # only now: what could not be handed over can be tried again
         del self._buffers[unit]

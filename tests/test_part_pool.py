@@ -234,3 +234,21 @@ def test_the_processes_end_with_the_job() -> None:
     while child.exists() and child.read_text().split()[2] != "Z":
         assert time.monotonic() < deadline, "a process outlives the job"
         time.sleep(0.02)
+
+
+def test_small_parts_go_to_a_process_that_idles_and_start_none(tmp_path: Path) -> None:
+    row = make_row(lengths=[part_pool.IDLE_PROCESS_BYTES // 8])
+    pool = PartPool()
+    try:
+        with pool.part([row]) as part:
+            assert isinstance(part, part_pool._LocalPart)
+        pool.start(1)
+        with pool.part([row]) as part, pool.part([row]) as other:
+            assert isinstance(part, part_pool._ProcessPart)
+            assert isinstance(other, part_pool._LocalPart)
+            one = part.write(tmp_path / "one", [row], FINGERPRINT, 1 << 20)
+            assert other.write(tmp_path / "other", [row], FINGERPRINT, 1 << 20) == one
+        with pool.part([make_row(lengths=[9])]) as part:
+            assert isinstance(part, part_pool._LocalPart)
+    finally:
+        pool.close()

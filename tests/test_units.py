@@ -158,6 +158,55 @@ def test_a_buffer_of_the_size_of_a_shard_is_committed_early(tmp_path: Path) -> N
     assert case.parts == ["u0: a.0 b.0 | 0", "u0: c.0 | 0"]
 
 
+def test_at_the_end_buffers_are_cut_into_smaller_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout.units._LAST_BYTES", 2**20)
+    case = Case(tmp_path)
+    units = case.units
+    units.open("u0")
+    rows = [case.run("u0", "a", index, lengths=[70_000]) for index in range(7)]  # 560 kB each
+    rejection = make_rejection("b", 0)
+    units.start("u0")
+    units.fail("u0", rejection)
+    for row in rows[:4]:
+        units.add("u0", row)
+    assert case.parts == []
+    units.hurry()
+    assert case.parts == ["u0: a.0 a.1 | 0", "u0: a.2 a.3 | 1"]
+    units.add("u0", rows[4])
+    units.add("u0", rows[5])
+    assert case.parts[2:] == ["u0: a.4 a.5 | 0"]
+    units.add("u0", rows[6])
+    units.flush()
+    assert case.parts[3:] == ["u0: a.6 | 0"]
+    assert case.stored() == {("a", index) for index in range(7)}
+    assert units.num_bytes == 0
+
+
+def test_what_could_not_be_handed_over_at_the_end_is_tried_again_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout.units._LAST_BYTES", 2**20)
+    case = Case(tmp_path)
+    case.units.open("u0")
+    for index in range(4):
+        case.units.add("u0", case.run("u0", "a", index, lengths=[70_000]))
+    taken = case._commit
+
+    def first_only(unit: str, rows: list[RolloutRow], rejected: list[Rejection]) -> None:
+        taken(unit, rows, rejected)
+        case.fails = True
+
+    case.units._take_part = first_only
+    with pytest.raises(OutputError, match="disk is full"):
+        case.units.hurry()
+    case.fails = False
+    case.units._take_part = taken
+    case.units.flush()
+    assert case.parts == ["u0: a.0 a.1 | 0", "u0: a.2 a.3 | 0"]
+
+
 def test_the_last_rollout_of_a_unit_may_fill_a_shard(tmp_path: Path) -> None:
     case = Case(tmp_path, shard_bytes=2**20)
     case.units.open("u0")

@@ -1,0 +1,125 @@
+"""Parts of one unit: written side by side, committed one after the other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from synthetic import make_record, make_row, plan
+
+from rollout.commits import iter_commits
+from rollout.committer import Committer
+from rollout.dataset import DatasetWriter
+from rollout.rows import RolloutRow
+from rollout.shard import write_shard
+from rollout.storage import Storage
+
+SECONDS = 30.0
+
+
+class Case:
+    """A committer over a dataset that plans a to d for u0; `on_write` sees each shard's rows."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.storage = Storage.open(str(folder / "out"), {})
+        self.writer = DatasetWriter.open(self.storage, make_record(), scratch=folder / "scratch")
+        self.writer.append_plan(plan("u0", "a", "b", "c", "d"))
+        self.scratch = folder / "scratch"
+        self.done: list[tuple[str, int]] = []
+        self.committer = Committer(
+            self.writer,
+            "prompts.jsonl",
+            2,
+            on_done=lambda unit: self.done.append((unit, self.committer.stats.parts)),
+        )
+        self.on_write: Any = lambda prompts: None
+
+        def write(path: Path, rows: list[RolloutRow], *args: Any, **named: Any) -> Any:
+            self.on_write("".join(row.prompt_key for row in rows))
+            return write_shard(path, rows, *args, **named)
+
+        monkeypatch.setattr("rollout.part_work.write_shard", write)
+
+    def commit(self, *parts: str) -> None:
+        """Hand over parts, named by their prompts, and the unit's end; wait for all."""
+        for prompts in parts:
+            self.committer.commit("u0", [make_row(prompt) for prompt in prompts], [])
+        self.committer.finish("u0")
+        self.committer.wait()
+
+    def stored(self) -> list[str]:
+        """The prompts of each part, by number, as its shard holds them."""
+        records = sorted((record for record, _ in iter_commits(self.storage)), key=lambda r: r.part)
+        assert [record.part for record in records] == list(range(len(records)))
+        root = Path(self.storage.url.removeprefix("file://"))
+        return [
+            "".join(
+                name.removeprefix("user ")
+                for name in pl.read_parquet(root / str(record.file))["prompt_id"]
+            )
+            for record in records
+        ]
+
+
+@pytest.fixture
+def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Case]:
+    made = Case(tmp_path, monkeypatch)
+    yield made
+    made.committer.close()
+
+
+def test_a_part_is_written_while_the_one_before_is(case: Case) -> None:
+    second_written = threading.Event()
+    writes: list[str] = []
+
+    def on_write(prompts: str) -> None:
+        writes.append(prompts)
+        if prompts == "ab":
+            assert second_written.wait(SECONDS), "the second part waits for the first"
+        else:
+            second_written.set()
+
+    case.on_write = on_write
+    case.commit("ab", "cd")
+    assert case.stored() == ["ab", "cd"]
+    assert sorted(writes) == ["ab", "cd"]  # what was written early was not written again
+    assert case.done == [("u0", 2)]
+    assert not any(case.scratch.iterdir())
+
+
+def test_a_disk_that_does_not_take_a_shard_early_is_tried_at_its_turn(case: Case) -> None:
+    failed = threading.Event()
+
+    def on_write(prompts: str) -> None:
+        if prompts == "a":
+            assert failed.wait(SECONDS)
+        elif not failed.is_set():
+            failed.set()
+            raise OSError(28, "No space left on device")
+
+    case.on_write = on_write
+    case.commit("a", "b")
+    assert case.stored() == ["a", "b"]
+    assert not any(case.scratch.iterdir())
+
+
+def test_rollouts_that_another_writer_commits_meanwhile_are_left_out(case: Case) -> None:
+    """The shard that was written early holds one of them, so it is not the one committed."""
+    early = threading.Event()
+
+    def on_write(prompts: str) -> None:
+        if prompts == "a":
+            assert early.wait(SECONDS)
+            other = DatasetWriter.open(case.storage, make_record(), scratch=case.scratch)
+            other.commit_part("u0", [make_row("c")])
+        elif prompts == "bc":
+            early.set()
+
+    case.on_write = on_write
+    case.commit("a", "bc")
+    assert case.stored() == ["c", "a", "b"]
+    assert case.committer.stats.covered == 1
