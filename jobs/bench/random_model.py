@@ -88,8 +88,6 @@ def resolved_job(
             "output": {
                 "path": str(folder / "data"),
                 "unit_prompts": max(len(lengths) // 32, 1),
-                "shard_bytes": 64 * 2**20,
-                "commit_threads": 12,
             },
             "engine": engine,
         }
