@@ -6,6 +6,7 @@ import itertools
 import random
 import re
 import statistics
+import time
 import uuid
 from collections import Counter, defaultdict
 from dataclasses import replace
@@ -343,51 +344,28 @@ def test_what_can_not_be_read_gets_one_sentence(tmp_path: Path) -> None:
     assert "is not a dataset" in result.output
 
 
-def test_the_report_fits_100_columns_whatever_it_holds(report: InspectReport) -> None:
-    huge = Spread(
-        count=1,
-        mean=1e12,
-        minimum=-1e9,
-        p10=0,
-        median=123_456_789,
-        p90=1e10,
-        p99=1e11,
-        maximum=1e13,
-    )
-    wide = replace(
-        report,
-        url="s3://bucket/" + "x" * 200,
-        model="m" * 150,
-        tokens=huge,
-        rewards=huge,
-        finish_reasons=tuple((f"reason {i}" * 5, 10**9) for i in range(9)),
-        rejections=(("sample", "r" * 200, 10**9),),
-    )
-    lines = format_report(wide).splitlines()
-    assert max(len(line) for line in lines[:-1]) <= 100
-    assert lines[0].startswith("dataset        s3://bucket/xxx")
-    assert "..." in lines[0]
-
-
-def test_characters_of_two_columns_are_counted_as_two(report: InspectReport) -> None:
-    item = make_rejection("key", prompt_id="\u6f22" * 200)
-    wide = replace(
-        report,
-        url="out/" + "\u6f22" * 90,
-        model="e\u0301" * 40,
-        sampling={"stop": ["\u3002" * 60, "\u6f22" * 30]},
-        rejected=(item,),
-    )
-    lines = format_report(wide).splitlines()[:-1]
-    shown = [line for line in lines if "\u6f22" in line or "\u3002" in line]
-    assert len(shown) >= 4
-    for line in shown:
-        two = sum(char in "\u6f22\u3002" for char in line)
-        assert len(line) + two <= 100
-    # as many as there is room for: an accent of its own takes none
-    assert len(shown[0]) + shown[0].count("\u6f22") >= 97
-    (made_by,) = (line for line in lines if line.startswith("made by"))
-    assert "e\u0301" * 40 in made_by
+def test_groups_and_times_of_a_run(tmp_path: Path) -> None:
+    writer = DatasetWriter.open(Storage.open(tmp_path), record_of_a_job())
+    writer.append_plan(plan("u000000", "a", "b"))
+    writer.append_plan(plan("u000001", "c"))
+    rewards: dict[str, list[float | None]] = {
+        "a": [0.5, float("nan"), None],
+        "b": [0.5, 0.5, float("inf")],
+        "c": [0.0, 1.0],
+    }
+    rows = {
+        name: [make_row(name, i, reward=value) for i, value in enumerate(values)]
+        for name, values in rewards.items()
+    }
+    first = writer.commit_part("u000001", rows["c"])
+    time.sleep(0.01)
+    last = writer.commit_part("u000000", [*rows["a"], *rows["b"]])
+    assert first is not None
+    assert last is not None
+    report = inspect_dataset(tmp_path)
+    assert (report.first_commit, report.last_commit) == (first.created_at, last.created_at)
+    assert (report.groups_with_rewards, report.groups_even) == (2, 1)
+    assert (report.rollouts_without_reward, report.nonfinite_rewards) == (1, 2)
 
 
 def test_tally_equals_brute_force_over_many_small_lots() -> None:
