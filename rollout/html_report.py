@@ -16,6 +16,7 @@ from rollout.errors import ConfigError, OutputError
 from rollout.inspect import inspect_view
 from rollout.inspect_text import (
     agreement_of,
+    counted,
     counts_of,
     groups_of,
     made_by,
@@ -110,8 +111,8 @@ def build_page(view: DatasetView, found: InspectReport, data: ReportData) -> str
     sampled = ""
     if data.rollouts < found.rollouts_committed - found.unreadable:
         sampled = (
-            f"<p>Charts are drawn from {data.rollouts:,} rollouts of {data.shards:,} shards, "
-            "evenly spread over the run.</p>"
+            f"<p>Charts are drawn from {counted(data.rollouts, 'rollout')} of "
+            f"{counted(data.shards, 'shard')}, evenly spread over the run.</p>"
         )
     body = [
         "<h1>Rollouts</h1>",

@@ -69,8 +69,9 @@ def _facts(report: InspectReport) -> list[str]:
         if report.rollouts_read < readable:
             lines += _wrapped(
                 "read",
-                f"{report.rollouts_read:,} rollouts of {report.shards_read:,} shards, evenly "
-                "spread; the numbers from here on are theirs; --full reads all",
+                f"{counted(report.rollouts_read, 'rollout')} of "
+                f"{counted(report.shards_read, 'shard')}, evenly spread; the numbers from here on "
+                "are theirs; --full reads all",
             )
     if report.finish_reasons:
         reasons = (f"{reason or '(none)'} {count:,}" for reason, count in report.finish_reasons)

@@ -56,7 +56,6 @@ class ReportData:
     """Sum of -log q of the sampled tokens by position; its mean estimates the entropy."""
     tokens: _Counts = field(default_factory=lambda: np.zeros(0, np.int64))
     """Tokens by position."""
-    nonfinite_logprobs: int = 0
 
     def reward_frame(self) -> pl.DataFrame | None:
         """Return part, prompt_id and reward; None without rewards."""
@@ -111,7 +110,6 @@ def _add_positions(data: ReportData, frame: pl.DataFrame) -> None:
     starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
     position = np.arange(logprobs.size) - starts
     good = np.isfinite(logprobs)
-    data.nonfinite_logprobs += int(logprobs.size - good.sum())
     longest = max(int(lengths.max()), data.tokens.size)
     sums = np.bincount(position[good], -logprobs[good], minlength=longest)
     counts = np.bincount(position[good], minlength=longest)

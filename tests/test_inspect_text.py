@@ -54,7 +54,7 @@ def test_the_report_fits_100_columns_whatever_it_holds(report: InspectReport) ->
 def test_what_the_report_says_of_a_sample_and_of_settings(report: InspectReport) -> None:
     assert report.rollouts_read == report.rollouts_committed == 12
     part = replace(report, rollouts_read=9, shards_read=1)
-    assert "read           9 rollouts of 1 shards, evenly spread;" in format_report(part)
+    assert "read           9 rollouts of 1 shard, evenly spread;" in format_report(part)
     assert "evenly spread" not in format_report(report)
     # what is unreadable is no sample
     bad = (BadShard(file="data/x.parquet", rows=3, problem="missing"),)

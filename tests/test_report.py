@@ -13,7 +13,7 @@ import xml.etree.ElementTree as ET
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from unittest import mock
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,13 +29,14 @@ from prepared_runs import (
     make_rows,
     plan_of,
 )
+from synthetic import make_record, make_row, plan
 
-from rollout.charts import entropy
 from rollout.cli import main
 from rollout.dataset import DatasetWriter, read_dataset
+from rollout.errors import OutputError
 from rollout.html_report import build_page, write_report
 from rollout.inspect import inspect_view
-from rollout.report_data import SIZE_EDGES, TAIL_EDGES, ReportData, collect
+from rollout.report_data import SIZE_EDGES, TAIL_EDGES, collect
 from rollout.storage import Storage
 
 CHARTS = (
@@ -130,24 +131,6 @@ def test_the_sums_equal_the_rows(complete: PreparedRun) -> None:
         assert data.surprisal[position] / 80 == pytest.approx(mean)
 
 
-def test_the_entropy_of_many_positions_is_the_mean_over_their_tokens() -> None:
-    # rollouts of all lengths to 450, so that a bin's positions have unequally many tokens
-    lengths = range(1, 451)
-    values = {(n, i): ((7 * n + 3 * i) % 50) / 10 for n in lengths for i in range(n)}
-    at = range(450)
-    data = ReportData(
-        surprisal=np.array([sum(values[n, i] for n in range(i + 1, 451)) for i in at]),
-        tokens=np.array([450 - i for i in at], np.int64),
-    )
-    axes = mock.MagicMock()
-    entropy(data)(axes)
-    starts, means = axes.plot.call_args.args
-    assert len(starts) == 200
-    for start, end, mean in zip(starts, [*starts[1:], 450], means, strict=True):
-        inside = [value for (_, i), value in values.items() if start <= i < end]
-        assert mean == pytest.approx(statistics.fmean(inside))
-
-
 def test_the_page_is_one_file_that_asks_for_nothing(complete_page: str, damaged_page: str) -> None:
     # where nothing was set aside, no chart of it is drawn
     for text, drawn in ((complete_page, 8), (damaged_page, 9)):
@@ -225,6 +208,50 @@ def test_long_lists_say_how_many_they_leave_out(damaged: PreparedRun) -> None:
     assert "and 7 more: rollout inspect --json names all" in text
     assert text.count("901 tokens, the model takes 512") == 100
     assert text.count(found.bad_shards[0].file) == 200
+
+
+def test_the_page_says_how_the_run_is_and_how_much_of_it_was_read(
+    complete: PreparedRun,
+    complete_page: str,
+    damaged_page: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert '<div class="status good">complete' in complete_page
+    assert '<div class="status bad">INCOMPLETE' in damaged_page
+    # a lost shard is no sample
+    assert "evenly spread" not in complete_page + damaged_page
+    monkeypatch.setattr("rollout.report_data.MAX_SHARDS", 2)
+    page = page_of(complete, tmp_path)
+    assert "Charts are drawn from 40 rollouts of 2 shards, evenly spread over the run." in page
+
+
+def test_a_page_that_can_not_be_written_is_said_before_the_run_is_read(
+    complete: PreparedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(_: Any) -> None:
+        raise AssertionError("the run was read")
+
+    monkeypatch.setattr("rollout.html_report.read_dataset", read)
+    with pytest.raises(OutputError, match="can't write"):
+        write_report(complete.path, tmp_path / "nothing" / "report.html")
+
+
+def test_small_tails_and_rewards_that_are_no_number_are_counted_apart(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    writer = DatasetWriter.open(Storage.open(path), make_record())
+    writer.append_plan(plan("u000000", "a"))
+    rows = [make_row("a", i, kind="top", lengths=[4, 4]) for i in range(3)]
+    for row, tail, reward in zip(rows, (1e-9, 0.5, 0.0), (float("inf"), 0.5, None), strict=True):
+        row.tail_mass = np.array([tail, 0.25], np.float32)
+        row.reward = reward
+    writer.commit_part("u000000", rows)
+    data = collect(read_dataset(Storage.open(path)), full=True)
+    assert data.small_tails == 2
+    assert int(data.tails.sum()) == 4
+    frame = data.reward_frame()
+    assert frame is not None
+    assert frame.rows() == [(0, "user a", 0.5)]
 
 
 def test_runs_without_rollouts_rewards_or_supports(tmp_path: Path) -> None:
