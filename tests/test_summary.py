@@ -109,6 +109,15 @@ def test_what_others_wrote_fits_the_terminal_and_does_not_drive_it() -> None:
     assert 98 <= len(lines[-1]) + lines[-1].count("\u6f22") <= 100
 
 
+def test_the_table_counts_what_other_processes_did() -> None:
+    shared = summary(rollouts_committed=3, rollouts_elsewhere=2, rollouts_covered=1)
+    assert shared.reconciles
+    assert (
+        "rollouts      8 asked, 2 already there, 3 by other processes, 3 committed, 0 failed"
+        in shared.table().splitlines()
+    )
+
+
 def test_the_table_of_a_run_that_did_nothing() -> None:
     table = summary(rollouts_skipped=8, rollouts_committed=0).table()
     assert "0 in 0.0 s, 0 tokens/s" in table

@@ -2,12 +2,14 @@
 
 import itertools
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import make_record, make_row
+from synthetic import make_record, make_rejection, make_row
 
+from rollout.claims import Claims
 from rollout.config import JobConfig
 from rollout.dataset import DatasetWriter, read_dataset
 from rollout.rows import PlanEntry
@@ -195,8 +197,8 @@ def test_lots_change_no_unit_of_a_second_run(project: Project, lot: int) -> None
 def test_new_units_never_take_a_planned_name(project: Project) -> None:
     # another process has planned unit 7; numbers below it are free, but counting gives 1
     writer = project.writer()
-    entry = PlanEntry(prompt_key="other", prompt_id="x", unit="u000007")
-    writer.append_plan([entry, PlanEntry(prompt_key="y", prompt_id="y", unit="mine")])
+    for key, unit in (("x", "u000007"), ("y", "u000003"), ("z", "mine")):
+        writer.append_plan([PlanEntry(prompt_key=key, prompt_id=key, unit=unit)])
     project.write(*"abc")
     items, _ = project.work()
     assert described(items) == ["u8: a[01] c[01]", "u9: b[01]"]
@@ -232,6 +234,47 @@ def test_rejected_rows_in_lots_of_their_own(project: Project) -> None:
     project.write("!1", "!2", "a", "b", "c", "!3", "!4")
     items, _ = project.work(lot=2)
     assert described(items) == ["u0: ! !", "u0: a[01] b[01]", "u1: c[01] !", "u1: !"]
+
+
+def test_rejected_rows_in_a_lots_beginning_go_with_the_prompt_after_them(project: Project) -> None:
+    project.write("a", "b", "!", "c")
+    items, _ = project.work(lot=2)
+    assert described(items) == ["u0: a[01] b[01]", "u1: ! c[01]"]
+
+
+class TakenMeanwhile(Claims):
+    """Claims that come when another process has just left the unit."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__()
+        self._work = work
+
+    def take(self, units: Sequence[str]) -> tuple[list[str], list[str]]:
+        self._work()
+        return super().take(units)
+
+
+def test_what_others_do_before_a_unit_is_taken_is_counted_once(project: Project) -> None:
+    project.write(*"abcd")
+    keys = {i.prompt.prompt: i.prompt.key for i in project.work()[0] if isinstance(i, Missing)}
+
+    def meanwhile() -> None:
+        # a is sampled, a sample of b failed and one is there, c is set aside whole
+        rows = [make_row(keys["a"], 0), make_row(keys["a"], 1), make_row(keys["b"], 0)]
+        rejected = [make_rejection(keys["b"], 1), make_rejection(keys["c"])]
+        writer = project.writer()
+        for unit in ("u000000", "u000001"):
+            own = [row for row in rows if writer.ledger.units_of([row.prompt_key]) == [unit]]
+            refused = [r for r in rejected if writer.ledger.units_of([r.prompt_key]) == [unit]]
+            writer.commit_part(unit, own, refused)
+
+    stats = WorkStats()
+    claims = TakenMeanwhile(meanwhile)
+    items = list(missing_work(project.config(), project.writer(), stats, claims=claims))
+    assert described(items) == ["u0:", "u1: d[01]"]
+    # of 8 that were asked for, 2 fell with c, 3 are there, 1 failed, 2 are left
+    assert (stats.prompts, stats.asked, stats.already_committed) == (4, 6, 0)
+    assert (stats.elsewhere, stats.failed_elsewhere, stats.rejected_elsewhere) == (3, 1, 1)
 
 
 def test_a_file_of_rejected_rows(project: Project) -> None:
