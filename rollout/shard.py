@@ -1,16 +1,16 @@
 """Write one Parquet shard and prove that what was written can be read back.
 
-Layout, by measurement: BYTE_STREAM_SPLIT with zstd-1 for entries and floats, DELTA_BINARY_PACKED
-for offsets, page checksums on, statistics on scalar columns only, row groups closed by raw bytes
-at the end of a prompt group, and always under 2**31 flattened elements, where Arrow's 32-bit list
-offsets end.
+Arrow writes all columns but the support entries, which `rollout.entry_chunk` encodes. Layout, by
+measurement: BYTE_STREAM_SPLIT with zstd-1 for entries and floats, DELTA_BINARY_PACKED for offsets,
+page checksums on, statistics on scalar columns only, row groups closed by raw bytes at the end of a
+prompt group, and always under 2**31 flattened elements, where Arrow's 32-bit list offsets end.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final, Protocol
@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from blake3 import blake3
 
+from rollout.entry_chunk import EntryChunk, encode_chunk
 from rollout.errors import DatasetError
 from rollout.rows import RolloutRow
 from rollout.schema.columns import (
@@ -32,11 +33,13 @@ from rollout.schema.columns import (
     other_version,
 )
 from rollout.schema.records import RowGroup
+from rollout.shard_file import file_parts
 from rollout.table import build_table
 
 ROW_GROUP_BYTES: Final = 24 * 2**20
 MAX_ELEMENTS: Final = 2**31 - 1
 
+_ZSTD_LEVEL: Final = 1
 _READ_BYTES: Final = 4 * 2**20
 _PARQUET_MAGIC: Final = b"PAR1"
 _ENCODINGS: Final = {
@@ -44,6 +47,7 @@ _ENCODINGS: Final = {
     "token_ids": "BYTE_STREAM_SPLIT",
     "sampled_logprobs": "BYTE_STREAM_SPLIT",
     "support_offsets": "DELTA_BINARY_PACKED",
+    # of the null lists, which the entries take the place of
     "support_entries": "BYTE_STREAM_SPLIT",
     "tail_mass": "BYTE_STREAM_SPLIT",
     "draw_entries": "BYTE_STREAM_SPLIT",
@@ -112,16 +116,21 @@ def write_shard(
         What the file holds, read from the closed file.
 
     Raises:
+        OSError: the disk does not take it.
+        DatasetError: what was written does not read back as what it was.
         ValueError: a row can't be written: see `rollout.rows.check_row`, or it alone holds more
             than `max_elements`.
     """
     tokens = entries = num_rows = 0
     max_token_id = -1
+    sink = pa.BufferOutputStream()
+    tables: list[pa.Table] = []
+    chunks: list[EntryChunk] = []
     with pq.ParquetWriter(
-        path,
+        sink,
         SCHEMA,
         compression="zstd",
-        compression_level=1,
+        compression_level=_ZSTD_LEVEL,
         use_dictionary=False,
         column_encoding={f"{name}.list.element": how for name, how in _ENCODINGS.items()},
         write_statistics=list(SCALAR_COLUMNS),
@@ -131,14 +140,18 @@ def write_shard(
             {VERSION_KEY: str(FORMAT_VERSION), FINGERPRINT_KEY: fingerprint}
         )
         for batch in _batches(rows, row_group_bytes, max_elements):
-            table, largest = build_table(batch)
-            writer.write_table(table, row_group_size=len(batch))
+            built = build_table(batch)
+            writer.write_table(built.table, row_group_size=len(batch))
+            tables.append(built.table)
+            chunks.append(encode_chunk(built.entries, built.lists, _ZSTD_LEVEL))
             num_rows += len(batch)
             tokens += sum(row.token_ids.size for row in batch)
-            entries += sum(
-                row.support_entries.size for row in batch if row.support_entries is not None
-            )
-            max_token_id = max(max_token_id, largest)
+            entries += built.entries.size
+            max_token_id = max(max_token_id, built.largest)
+    with path.open("wb") as file:
+        parts = file_parts(sink.getvalue(), chunks)
+        file.writelines(parts)
+    _compare(path, parts, tables)
     with path.open("rb") as file:
         ranges = _row_group_ranges(pq.read_metadata(file))
         size, sha256, digests = _digest(file, [(start, size) for start, size, _ in ranges])
@@ -156,6 +169,42 @@ def write_shard(
         ),
         footer_blake3=footer_blake3,
     )
+
+
+def _compare(path: Path, parts: Sequence[pa.Buffer], tables: Sequence[pa.Table]) -> None:
+    """Compare a closed file with what was to be written.
+
+    Every byte is compared; beyond that, Arrow decodes all columns but the entries, which were
+    decompressed and compared when they were encoded.
+    """
+    with pa.memory_map(str(path)) as file:
+        for part in parts:
+            if not file.read_buffer(part.size).equals(part):
+                raise DatasetError(f"shard: {part.size} bytes are not what was written")
+        if file.size() != file.tell():
+            raise DatasetError(f"shard: {file.size()} bytes, expected {file.tell()}")
+    others = [name for name in SCHEMA.names if name != "support_entries"]
+    with open_shard(path) as shard:
+        if not shard.schema_arrow.equals(SCHEMA, check_metadata=True):
+            raise DatasetError("shard: its schema is not the one of its format version")
+        for index, table in enumerate(tables):
+            try:
+                found = shard.read_row_group(index, columns=others, use_threads=False)
+            except (pa.ArrowException, OSError) as error:
+                raise DatasetError(f"shard: row group {index} is damaged: {error}") from error
+            for name in others:
+                if not _bits(found[name]).equals(_bits(table[name])):
+                    raise DatasetError(f"shard: row group {index}: {name} is not what was written")
+
+
+def _bits(column: pa.ChunkedArray) -> pa.Array:
+    """Return floats as the numbers with their bits, since a NaN equals nothing."""
+    array, own = column.combine_chunks(), column.type
+    if pa.types.is_float32(own):
+        return array.view(pa.int32())
+    if pa.types.is_list(own) and pa.types.is_float32(own.value_type):
+        return array.view(pa.list_(own.value_field.with_type(pa.int32())))
+    return array
 
 
 def open_shard(source: str | Path | IO[bytes]) -> pq.ParquetFile:
@@ -182,21 +231,19 @@ def open_shard(source: str | Path | IO[bytes]) -> pq.ParquetFile:
     return shard
 
 
-def verify_shard(source: Path | IO[bytes], expected: ShardDigest, *, digests: bool = True) -> None:
+def verify_shard(source: Path | IO[bytes], expected: ShardDigest) -> None:
     """Read a shard back completely and compare it with what its record says.
 
     Args:
         source: a local path, or a seekable binary file.
         expected: the shard's `ShardInfo` or `CommitRecord`.
-        digests: compare size and digests too; not needed for what `write_shard` just returned,
-            which it took from the closed file.
 
     Raises:
         DatasetError: size, digest, footer, a page's checksum, the schema or a count differs.
     """
     if isinstance(source, Path):
         with source.open("rb") as file:
-            verify_shard(file, expected, digests=digests)
+            verify_shard(file, expected)
         return
     shard = open_shard(source)
     if not shard.schema_arrow.equals(SCHEMA, check_metadata=True):
@@ -222,8 +269,6 @@ def verify_shard(source: Path | IO[bytes], expected: ShardDigest, *, digests: bo
     ):
         if got != want:
             raise DatasetError(f"shard: holds {got} {name}, expected {want}")
-    if not digests:
-        return
     size, sha256, parts = _digest(source, [(start, length) for start, length, _ in ranges])
     if (size, sha256) != (expected.size, expected.sha256):
         raise DatasetError(

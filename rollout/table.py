@@ -1,9 +1,9 @@
-"""Turn rollouts into one Arrow table by concatenating their numpy arrays."""
+"""Turn rollouts into the table of a row group by joining their numpy arrays."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -16,16 +16,26 @@ from rollout.schema.entries import AT_ONCE, canonical_order, invalid_entries
 _Array = NDArray[Any]
 
 
-def build_table(rows: Sequence[RolloutRow]) -> tuple[pa.Table, int]:
+class BuiltTable(NamedTuple):
+    """One row group."""
+
+    table: pa.Table
+    """All columns; null in place of every list of support entries."""
+    entries: _Array
+    """[E] uint64 support entries of all rows, those of each token in canonical order."""
+    lists: list[int | None]
+    """How many of them each row has; null for a null list."""
+    largest: int
+    """Largest token id."""
+
+
+def build_table(rows: Sequence[RolloutRow]) -> BuiltTable:
     """Build the table of one row group.
 
     Support entries come out in canonical order, and -0.0 in sampled logprobs as +0.0.
 
     Args:
         rows: at least one rollout, under 2**31 elements in every list column.
-
-    Returns:
-        The table, and the largest token id in it.
 
     Raises:
         ValueError: a length, kind or value that may not reach a file.
@@ -48,7 +58,7 @@ def build_table(rows: Sequence[RolloutRow]) -> tuple[pa.Table, int]:
         else row.tail_mass
         for row in rows
     ]
-    lists: dict[str, tuple[Sequence[_Array | None], _Array]] = {
+    arrays: dict[str, tuple[Sequence[_Array | None], _Array]] = {
         "prompt_token_ids": ([row.prompt_token_ids for row in rows], prompts),
         "token_ids": ([row.token_ids for row in rows], tokens),
         "sampled_logprobs": (
@@ -59,7 +69,6 @@ def build_table(rows: Sequence[RolloutRow]) -> tuple[pa.Table, int]:
             [row.support_offsets for row in rows],
             _flat([row.support_offsets for row in rows], np.int64),
         ),
-        "support_entries": (supports, entries),
         "tail_mass": (tails, _flat(tails, np.float32)),
         "draw_entries": ([row.draw_entries for row in rows], draws),
     }
@@ -70,14 +79,17 @@ def build_table(rows: Sequence[RolloutRow]) -> tuple[pa.Table, int]:
     }
     columns = []
     for field in SCHEMA:
-        if field.name in lists:
-            columns.append(_list_array(field.type, *lists[field.name]))
+        if field.name in arrays:
+            columns.append(_list_array(field.type, *arrays[field.name]))
+        elif field.name == "support_entries":
+            columns.append(pa.nulls(len(rows), field.type))
         elif field.name in counted:
             columns.append(pa.array(counted[field.name], field.type))
         else:
             columns.append(pa.array([getattr(row, field.name) for row in rows], field.type))
     largest = max(_largest(prompts), _largest(tokens), largest_listed, largest_drawn)
-    return pa.Table.from_arrays(columns, schema=SCHEMA), largest
+    lists = [None if part is None else part.size for part in supports]
+    return BuiltTable(pa.Table.from_arrays(columns, schema=SCHEMA), entries, lists, largest)
 
 
 def _check_lengths(rows: Sequence[RolloutRow]) -> None:

@@ -47,8 +47,6 @@ def test_page_checksums_catch_one_flipped_bit(
     path = tmp_path / "x.parquet"
     path.write_bytes(flip(data, start + size * tenth // 10, tenth % 8))
     with pytest.raises(DatasetError, match=r"row group 0 is damaged: .*CRC"):
-        verify_shard(path, info, digests=False)
-    with pytest.raises(DatasetError, match="damaged"):
         verify_shard(path, info)
     with open_shard(path) as shard, pytest.raises(OSError, match="CRC"):
         shard.read_row_group(0)

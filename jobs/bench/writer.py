@@ -195,10 +195,12 @@ PHASES: list[tuple[Any, str, str]] = [
     (part_work, "load_entries", "read from the spool"),
     (part_work, "check_row", "check"),
     (part_work, "canonical_order", "sort"),
-    (part_work, "write_shard", "write (Parquet, the rest)"),
+    (part_work, "write_shard", "other columns, the rest"),
     (shard, "build_table", "build the table"),
+    (shard, "encode_chunk", "encode entries"),
+    (shard, "file_parts", "put the file together"),
+    (shard, "_compare", "read back, compare"),
     (shard, "_digest", "digests"),
-    (part_work, "verify_shard", "read back"),
 ]
 
 
