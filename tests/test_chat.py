@@ -123,3 +123,11 @@ def test_text_that_says_none_is_kept(tmp_path: Path) -> None:
     row["messages"][0]["content"] = "None of it"
     (found,) = rendered(tmp_path, CALLS.replace("{CONTENT}", "{{ message.content }}"), [row])
     assert found == "[user]None of it[assistant]<f x=1>"
+
+
+def test_a_template_that_knows_of_missing_contents_gets_them(tmp_path: Path) -> None:
+    knows = "{% if message.content is not none %}({{ message.content }}){% endif %}"
+    rows = [call_row(content, "mapping") for content in ("null", "absent", "empty")]
+    found = rendered(tmp_path, CALLS.replace("{CONTENT}", knows), rows)
+    without, empty = "[user](q)[assistant]<f x=1>", "[user](q)[assistant]()<f x=1>"
+    assert found == [without, without, empty]
