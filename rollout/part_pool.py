@@ -8,11 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import queue
-import re
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
 from rollout.errors import DatasetError, RolloutError
+from rollout.part_template import PartTemplate
 from rollout.part_wire import pack_rows, receive, send
 from rollout.part_work import BadRow, PartWork
 from rollout.rows import RolloutRow
@@ -32,28 +29,6 @@ _log = logging.getLogger(__name__)
 # smaller ones hold up the job's own loop less
 PROCESS_BYTES: Final = 2 * 2**20
 IDLE_PROCESS_BYTES: Final = 128 * 2**10
-_CPU_INFO: Final = Path("/proc/cpuinfo")
-
-
-def process_environment() -> dict[str, str]:
-    """Return the environment of a process that writes parts, where it differs from the job's."""
-    # each part takes as much memory as the last: fetched anew page by page it cost a fifth of the
-    # time, so nothing goes back to the system before the process ends
-    chosen = {
-        "MALLOC_MMAP_MAX_": "0",
-        "MALLOC_TRIM_THRESHOLD_": str(2**40),
-        "MALLOC_TOP_PAD_": str(64 * 2**20),
-        "ARROW_DEFAULT_MEMORY_POOL": "system",
-    }
-    info = _CPU_INFO.read_text() if _CPU_INFO.is_file() else ""
-    if "AuthenticAMD" in info and re.search(r"^cpu family\s*: 25$", info, re.MULTILINE):
-        # Zen 4 executes the compressing stores of NumPy's AVX-512 sort in microcode: the AVX2 sort
-        # takes 8 ns an entry in place of 20
-        chosen["NPY_DISABLE_CPU_FEATURES"] = os.environ.get(
-            "NPY_DISABLE_CPU_FEATURES",
-            "AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL",
-        )
-    return chosen
 
 
 class Part(Protocol):
@@ -78,6 +53,7 @@ class PartPool:
             process_bytes: raw bytes of a part from which on a process works on it.
         """
         self._process_bytes = process_bytes
+        self._template = PartTemplate()
         self._idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._all: list[_Process] = []
@@ -117,6 +93,7 @@ class PartPool:
             for process in self._all:
                 process.close()
             self._all.clear()
+        self._template.close()
 
     def _process_for(self, num_bytes: int) -> _Process | None:
         if num_bytes < min(self._process_bytes, IDLE_PROCESS_BYTES):
@@ -127,7 +104,7 @@ class PartPool:
             return None if num_bytes < self._process_bytes else self._new()
 
     def _new(self) -> _Process:
-        process = _Process()
+        process = _Process(self._template)
         with self._lock:
             self._all.append(process)
         return process
@@ -169,8 +146,9 @@ class _ProcessPart:
 class _Process:
     """A process that works on one part at a time; started again once if it dies."""
 
-    def __init__(self) -> None:
-        self._process = self._start()
+    def __init__(self, template: PartTemplate) -> None:
+        self._template = template
+        self._process = template.start()
 
     def load(self, rows: Sequence[RolloutRow]) -> list[dict[str, Any]]:
         """Hand over a part's rows; return the bad ones."""
@@ -204,8 +182,6 @@ class _Process:
         return bad
 
     def _ask(self, head: dict[str, Any], body: bytes | memoryview = b"") -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         send(self._process.stdin, head, body)
         answer, _ = receive(self._process.stdout)
         if "os_error" in answer:
@@ -232,22 +208,13 @@ class _Process:
     def _restart(self) -> int:
         self._close_pipes()
         code = self._process.wait()
-        self._process = self._start()
+        self._process = self._template.start()
         return code
 
     def _close_pipes(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
-
-    @staticmethod
-    def _start() -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "rollout.part_process"]
-        environment = os.environ | process_environment()
-        return subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-        )
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
 
 
 def _order(part: Sequence[RolloutRow], rows: Sequence[RolloutRow]) -> list[int]:

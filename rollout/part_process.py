@@ -1,16 +1,20 @@
-"""A process that checks and writes parts: `python -m rollout.part_process`, spoken to by pipes.
+"""Processes that check and write parts, and the one they are copies of.
 
-It ends when its input does, hence with the job, also one that was killed.
+`python -m rollout.part_process`, told by a socket in place of its standard input when to make one
+(`rollout.part_template`). A copy is spoken to by pipes and ends when its input does, the template
+when its socket does: hence with the job, also one that was killed.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
+import traceback
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, Final, NoReturn
 
 import pyarrow as pa
 
@@ -27,10 +31,48 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(_NICE)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is not the job's
     pa.array([None], pa.string())  # pyarrow's first conversion imports pandas, where there is one
-    requests, replies = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no answer
-    serve(requests, replies)
+    with socket.socket(fileno=os.dup(sys.stdin.fileno())) as control:
+        make_copies(control)
+
+
+def make_copies(control: socket.socket) -> None:
+    """Make copies of this process until the socket ends.
+
+    Args:
+        control: messages `start`, with descriptors to read requests from and to write replies to,
+            answered by a process number, and `wait` with one, answered by its exit code.
+    """
+    while True:
+        message, files, _, _ = socket.recv_fds(control, 64, 2)
+        if not message:
+            return
+        what, *pid = message.split()
+        if what == b"wait":
+            _, status = os.waitpid(int(pid[0]), 0)
+            control.sendall(b"%d" % os.waitstatus_to_exitcode(status))
+            continue
+        copy = os.fork()
+        if not copy:
+            control.close()
+            _serve_and_end(*files)
+        for file in files:
+            os.close(file)
+        control.sendall(b"%d" % copy)
+
+
+def _serve_and_end(requests: int, replies: int) -> NoReturn:
+    code = 1
+    try:
+        os.close(sys.stdin.fileno())  # the template's socket
+        with open(requests, "rb") as read, open(replies, "wb") as write:
+            serve(read, write)
+        code = 0
+    except BaseException:  # there is nobody above who would print it
+        traceback.print_exc()
+    finally:
+        os._exit(code)
 
 
 def serve(requests: IO[bytes], replies: IO[bytes]) -> None:

@@ -19,6 +19,7 @@ from synthetic import make_row
 from rollout import part_pool
 from rollout.errors import RolloutError
 from rollout.part_pool import PartPool
+from rollout.part_template import PartTemplate
 from rollout.part_wire import pack_rows, unpack_rows
 from rollout.part_work import BadRow, write_verified
 from rollout.rows import RolloutRow
@@ -202,11 +203,11 @@ def test_a_killed_process_is_started_again(
 def test_a_process_that_keeps_dying_stops_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def start() -> subprocess.Popen[bytes]:
+    def start(self: PartTemplate) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-c", "import sys; sys.stdin.buffer.read(1); sys.exit(7)"]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
-    monkeypatch.setattr(part_pool._Process, "_start", staticmethod(start))
+    monkeypatch.setattr(PartTemplate, "start", start)
     pool = PartPool(process_bytes=0)
     with pytest.raises(RolloutError, match="end with code 7"), pool.part(sample_rows()):
         pass
@@ -234,6 +235,27 @@ def test_the_processes_end_with_the_job() -> None:
     while child.exists() and child.read_text().split()[2] != "Z":
         assert time.monotonic() < deadline, "a process outlives the job"
         time.sleep(0.02)
+
+
+def test_processes_are_copies_of_one_with_one_thread() -> None:
+    """Of several threads only the one that asks is copied, with the locks that the others hold."""
+    template = PartTemplate()
+    copies = [template.start() for _ in range(3)]
+    assert template._process is not None
+    first = template._process.pid
+    assert len(list(Path(f"/proc/{first}/task").iterdir())) == 1
+    for copy in copies:
+        stat = Path(f"/proc/{copy.pid}/stat").read_text()
+        assert int(stat.rpartition(")")[2].split()[1]) == first
+    kill(first)  # its copies go on, and another one makes more
+    copies.append(template.start())
+    assert template._process.pid != first
+    for copy in copies:
+        copy.stdin.close()
+        assert copy.stdout.read() == b""  # it ends with its input
+        copy.stdout.close()
+    assert copies[-1].wait() == 0
+    template.close()
 
 
 def test_small_parts_go_to_a_process_that_idles_and_start_none(tmp_path: Path) -> None:

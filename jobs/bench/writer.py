@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from random_model import SPREADS
 
 from rollout import part_work, shard
-from rollout.part_pool import process_environment
+from rollout.part_template import process_environment
 from rollout.part_work import PartWork
 from rollout.rows import RolloutRow
 from rollout.schema.entries import pack_entries
