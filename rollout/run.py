@@ -41,9 +41,8 @@ _LOG_SECONDS = 60.0
 _RETRY_SECONDS = 15.0  # between looks at an output that takes nothing
 _IDLE_SECONDS = 0.02
 _FIRST_BYTES = 2**20  # captured entries after which their rate tells how many processes it takes
-_PROCESS_RATE = (
-    64 * 2**20
-)  # bytes of entries a second for each; one writes more where cores are free
+# bytes of entries a second for each; one writes more where cores are free
+_PROCESS_RATE = 64 * 2**20
 _OTHER_CORES = 4  # for the engine, the job and the process that takes steps
 _FEWEST_THREADS, _MOST_THREADS = 4, 16  # fewer would wait for storage, more for the disk
 _ENOUGH_ENDED = 64  # rollouts after which the share of failed ones says something
