@@ -14,7 +14,6 @@ pages, zstd, with a checksum.
 from __future__ import annotations
 
 import threading
-import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
+from isal import isal_zlib
 from numpy.typing import NDArray
 
 from rollout.errors import DatasetError
@@ -139,7 +139,7 @@ class EntryPages:
         if last is not None and last[0] == number:
             return last[1]
         page = self._pages[number]
-        if zlib.crc32(page.data) != page.checksum:
+        if isal_zlib.crc32(page.data) != page.checksum:
             raise OSError("crc checksum verification failed for a page of support_entries")
         # a context of its own costs less than a lock
         raw = pa.Codec("zstd").decompress(pa.py_buffer(page.data), page.num_bytes)
