@@ -102,7 +102,8 @@ def damaged(folder: Path) -> dict[str, tuple[Path, str]]:
     contents = {
         "cut.jsonl.gz": (good[: len(good) // 2], "end-of-stream"),
         "flipped.jsonl.gz": (bytes(flipped), "CRC check failed"),
-        "broken.jsonl.gz": (bytes(broken), "can't be read: error: Error -3"),
+        # of zlib, or of isal, which fsspec takes where it is installed
+        "broken.jsonl.gz": (bytes(broken), "rror: Error -"),
         "plain.jsonl.gz": (b'{"prompt": "x"}\n', "Not a gzipped file"),
         "cut.parquet": (table.read_bytes()[:-20], "Parquet magic bytes not found in footer"),
         "text.parquet": (b'{"prompt": "x"}\n', "can't be read"),
