@@ -1,4 +1,9 @@
-"""Parse page headers of Parquet: structs in Thrift's compact protocol."""
+"""Parse page headers of Parquet that may be damaged: structs in Thrift's compact protocol.
+
+No checksum covers a header. So, unlike `rollout.compact_thrift`, which parses what was just made,
+this takes only what headers hold: no lists, numbers and structs of bounded size, nothing that a
+flipped bit could make endless.
+"""
 
 from __future__ import annotations
 
