@@ -34,7 +34,7 @@ class PartWork:
     """The rows of one part, with their entries in memory; the rows given are left as they are."""
 
     def __init__(self, rows: Sequence[RolloutRow]) -> None:
-        """Read the entries that are still in the spool, check every row, put entries in order.
+        """Read the entries that are still in the spool, put them in order, check every row.
 
         Args:
             rows: of one part.
@@ -43,7 +43,6 @@ class PartWork:
             OSError: the spool can't be read.
         """
         self._rows = [dataclasses.replace(row) for row in rows]
-        loaded = [row.stored_entries is not None for row in rows]
         _load(self._rows)
         self.bad_rows: list[BadRow] = []
         """The rows that may not reach a file; see `rollout.rows.check_row`."""
@@ -52,11 +51,6 @@ class PartWork:
                 check_row(row)
             except BadRowError as error:
                 self.bad_rows.append(BadRow(index=index, reason=error.reason, detail=error.detail))
-                continue
-            if loaded[index]:
-                assert row.support_entries is not None
-                assert row.support_offsets is not None
-                canonical_order(row.support_entries, row.support_offsets, in_place=True)
 
     def write(
         self, path: Path, order: Sequence[int], fingerprint: str, row_group_bytes: int
@@ -78,7 +72,7 @@ class PartWork:
 
 
 def _load(rows: Sequence[RolloutRow]) -> None:
-    """Load the entries that are stored, those of one spool into one array."""
+    """Load the entries that are stored, those of one spool into one array, in canonical order."""
     spools: dict[Path, list[RolloutRow]] = {}
     # in the order in which they are written, so that the entries of a row group are neighbours
     for row in by_prompt(rows):
@@ -86,11 +80,11 @@ def _load(rows: Sequence[RolloutRow]) -> None:
             spools.setdefault(spooled(row.stored_entries).segments.folder, []).append(row)
     for folder, own in spools.items():
         stored = [spooled(row.stored_entries) for row in own]
-        entries = load_entries(
-            folder,
-            np.concatenate([part.addresses for part in stored]),
-            np.concatenate([part.counts for part in stored]),
-        )
+        counts = np.concatenate([part.counts for part in stored])
+        entries = load_entries(folder, np.concatenate([part.addresses for part in stored]), counts)
+        # of all rows at once, since narrow tokens are sorted together where they are equally wide
+        offsets = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        canonical_order(entries, offsets, in_place=True)
         end = 0
         for row, part in zip(own, stored, strict=True):
             start, end = end, end + part.size
