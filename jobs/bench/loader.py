@@ -7,12 +7,13 @@
 
 `speed` writes kept supports as a model with a bf16 head makes them, and reads them in a process of
 its own for each arm, pinned to one core; the arms take turns. Printed: support entries and tokens
-for each second of processor time of all threads (the median of the repeats, and the extremes of the
-ratio to pyarrow's in the same repeat), wall time, and the peak of resident memory above the
-process's start. pyarrow's numbers are for the decoded table, the loader's for its batches, those of
-mosaicml-streaming and datasets for what `loader_peers.py` makes of their rows: the same batches
-(`made`), less (`packed`), or nothing (`unpacked`). They are no dependencies of this project:
-install them elsewhere. Only the loader compares digests; it and pyarrow verify page checksums.
+for each second of processor time of all threads (the median of the repeats), the ratio to pyarrow's
+in the same repeat, wall time, and the peak of resident memory above the process's start; then the
+ratios of the loader to the peers, likewise. pyarrow's numbers are for the decoded table, the
+loader's for its batches, those of mosaicml-streaming and datasets for what `loader_peers.py` makes
+of their rows: the same batches (`made`), less (`packed`), or nothing (`unpacked`). They are no
+dependencies of this project: install them elsewhere. Only the loader compares digests; page
+checksums are verified by it, by pyarrow and where an arm says so.
 
 `wide` reads a dataset of more than 2^31 entries: one shard, linked under many names.
 """
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import click
+import numpy as np
 from loader_peers import (
     GROUPS_PER_STEP,
     TOKEN_BUDGET,
@@ -45,6 +47,7 @@ from loader_peers import (
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 VOCAB = 151_936
+WARM_BYTES = 3 * 2**29
 
 
 def read_pyarrow(source: str, options: dict[str, Any]) -> Counts:
@@ -98,6 +101,9 @@ ARMS: dict[str, Callable[[str, dict[str, Any]], Counts]] = {
     ),
     "mosaicml unpacked local, made": lambda s, o: made(mosaic_rows(f"{s}-mds", cached=True)),
     "HF numpy rows, made": lambda s, o: made(datasets_rows(s, o, "numpy")),
+    "HF numpy rows, page checksums, made": lambda s, o: made(
+        datasets_rows(s, o, "numpy", checked=True)
+    ),
     "HF numpy rows, packed": lambda s, o: packed(datasets_rows(s, o, "numpy")),
     "HF numpy rows, unpacked": lambda s, o: unpacked(datasets_rows(s, o, "numpy")),
     "HF numpy rows, .shuffle(), packed": lambda s, o: packed(
@@ -112,6 +118,17 @@ def peak_mib() -> float:
     """Return the highest resident memory of this process, in MiB."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
+def warm_memory() -> None:
+    """Touch more memory than any arm needs, give it back, and forget the peak.
+
+    A virtual machine's host takes idle memory away: the first arm to touch it again, or the one
+    that needs most, would pay for all.
+    """
+    # in huge pages, as numpy takes large arrays
+    np.ones(WARM_BYTES, np.uint8)
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def write_dataset(path: str, rollouts: int, shards: int, copies: int) -> None:
@@ -166,6 +183,7 @@ def arm(name: str, source: str, options: str) -> None:
     pieces = ARMS[name](source, json.loads(options))
     # imports, and what opens the dataset, are not timed
     entries, tokens = next(pieces)
+    warm_memory()
     before, cpu, wall = peak_mib(), time.process_time(), time.perf_counter()
     for piece in pieces:
         entries, tokens = entries + piece[0], tokens + piece[1]
@@ -249,6 +267,11 @@ def _compare(source: str, options: dict[str, Any], repeats: int, peer_python: st
             f"  peak +{max(r['mib'] for r in found):.0f} MiB",
             flush=True,
         )
+    for other in [name for name in rates if name.endswith("made")]:
+        for name in [name for name in rates if name.startswith("loader")]:
+            ratios = [own / base for own, base in zip(rates[name], rates[other], strict=True)]
+            print(f"{name} over {other}: {statistics.median(ratios):.2f} "
+                  f"({min(ratios):.2f} to {max(ratios):.2f})")  # fmt: skip
 
 
 @main.command("first-batch")

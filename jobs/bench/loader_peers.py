@@ -1,7 +1,8 @@
 """Pipelines of other libraries that end where the loader does, for `jobs/bench/loader.py`.
 
-Written as for a trainer: rows as numpy arrays without Python objects in between, everything else
-vectorised. `made` gives the loader's product: whole prompt groups, shuffled within as many groups
+Written as for a trainer by someone who knows the libraries: rows as numpy arrays without Python
+objects in between, everything else vectorised, support entries split straight into the batch's
+arrays. `made` gives the loader's product: whole prompt groups, shuffled within as many groups
 as the loader's window holds, advantages from each group's rewards, batches packed by token budget
 with every tensor that a loss needs. `packed` leaves out the shuffle, the groups and all tensors but
 five; `unpacked` stops at the rows.
@@ -54,17 +55,31 @@ def mosaic_rows(source: str, cached: bool) -> Iterator[Row]:
 
 
 def datasets_rows(
-    source: str, options: dict[str, Any], kind: str | None, shuffled: bool = False
+    source: str,
+    options: dict[str, Any],
+    kind: str | None,
+    *,
+    shuffled: bool = False,
+    checked: bool = False,
 ) -> Iterator[Row]:
-    """Rows of the same Parquet files, in a format of the library; None is Python objects."""
-    import datasets
+    """Rows of the same Parquet files, in a format of the library; None is Python objects.
 
+    Args:
+        source: the dataset.
+        options: of its filesystem.
+        kind: the format.
+        shuffled: by the library's own buffer, of as many rollouts as the loader's window holds.
+        checked: verify page checksums, which the library leaves out.
+    """
+    import datasets
+    import pyarrow.dataset
+
+    scan = pyarrow.dataset.ParquetFragmentScanOptions(page_checksum_verification=checked)
     rows = datasets.load_dataset(
         "parquet", data_files=f"{source}/data/*.parquet", split="train", streaming=True,
-        storage_options=options or None, columns=[*LISTS, *SCALARS],
+        storage_options=options or None, columns=[*LISTS, *SCALARS], fragment_scan_options=scan,
     )  # fmt: skip
     if shuffled:
-        # the library's own buffer, of as many rollouts
         rows = rows.shuffle(seed=0, buffer_size=8 * WINDOW_GROUPS)
     return (
         {
@@ -135,17 +150,30 @@ def pack(rows: list[Row]) -> tuple[int, int]:
     """Make five tensors of a batch, and count support entries and tokens."""
     import torch
 
-    entries = np.concatenate([row["support_entries"] for row in rows])
+    ids, logprobs = split_entries([row["support_entries"] for row in rows])
     offsets = np.concatenate([np.diff(row["support_offsets"]) for row in rows]).cumsum()
     tokens = [part for row in rows for part in (row["prompt_token_ids"], row["token_ids"])]
     made = (
         torch.from_numpy(np.concatenate(tokens, dtype=np.int64)),
         torch.from_numpy(np.concatenate([row["sampled_logprobs"] for row in rows])),
         torch.from_numpy(offsets),
-        torch.from_numpy(entries.astype(np.int32)),
-        torch.from_numpy(entries.view(np.float32)[1::2].copy()),
+        torch.from_numpy(ids),
+        torch.from_numpy(logprobs),
     )
     return made[3].shape[0], made[1].shape[0]
+
+
+def split_entries(parts: list[Any]) -> tuple[Any, Any]:
+    """Split the packed entries of all rows, each written once and nothing in between."""
+    count = sum(part.size for part in parts)
+    ids, logprobs = np.empty(count, np.int32), np.empty(count, np.float32)
+    first = 0
+    for part in parts:
+        stop = first + part.size
+        ids[first:stop] = part
+        logprobs[first:stop] = part.view(np.float32)[1::2]
+        first = stop
+    return ids, logprobs
 
 
 def pack_all(rows: list[Row], denominator: int) -> tuple[int, int]:
@@ -159,8 +187,8 @@ def pack_all(rows: list[Row], denominator: int) -> tuple[int, int]:
     whose = np.repeat(np.arange(len(rows)), prompts + counts)
     ends = np.concatenate([[0], np.cumsum(counts)])
     tokens = [part for row in rows for part in (row["prompt_token_ids"], row["token_ids"])]
-    entries = np.concatenate([row["support_entries"] for row in rows])
     widths = np.concatenate([np.diff(row["support_offsets"]) for row in rows])
+    ids, logprobs = split_entries([row["support_entries"] for row in rows])
     batch = {
         "input_ids": np.concatenate(tokens, dtype=np.int64),
         "position_ids": np.arange(whose.size) - starts[whose],
@@ -171,8 +199,8 @@ def pack_all(rows: list[Row], denominator: int) -> tuple[int, int]:
         "advantages": np.array([row["advantage"] for row in rows], np.float32)[owner],
         "temperature": np.array([row["temperature"] for row in rows], np.float32)[owner],
         "support_offsets": np.concatenate([[0], np.cumsum(widths)]),
-        "support_ids": entries.astype(np.int32),
-        "sampler_support_logprobs": entries.view(np.float32)[1::2].copy(),
+        "support_ids": ids,
+        "sampler_support_logprobs": logprobs,
         "loss_mask": np.ones(owner.size, np.bool_),
         "support_valid": np.ones(owner.size, np.bool_),
         "support_is_samples": np.zeros(owner.size, np.bool_),
