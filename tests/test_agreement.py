@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from fake_store import LockedStore
+from fake_store import FakeStore, LockedStore
 from replay_oracle import (
     PROMPTS,
     SAMPLES,
@@ -187,7 +187,7 @@ def test_the_command_takes_the_options_of_a_storage(
     recorded: tuple[Path, Path, list[Sampled]],
 ) -> None:
     folder, data, _ = recorded
-    LockedStore.reset()
+    FakeStore.reset()
     for file in data.rglob("*"):
         if file.is_file():
             LockedStore.objects[f"bucket/run/{file.relative_to(data)}"] = file.read_bytes()

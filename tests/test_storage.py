@@ -230,9 +230,9 @@ def test_a_storage_that_takes_no_connection_is_an_output_error(error: Exception)
 
 
 @pytest.mark.usefixtures("store")
-def test_a_new_connection_that_fails_is_tried_again() -> None:
+def test_a_new_connection_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = Storage.open("lockedstore://bucket/run", {"key": LockedStore.KEY})
-    FakeStore.fail = fail_times(1, TimeoutError("slow"))
+    monkeypatch.setattr(LockedStore, "fail", fail_times(1, TimeoutError("slow")))
     # the network is still down when the store is asked again
     LockedStore.refusals[:] = [TimeoutError("no route")] * 2
     assert storage.create_exclusive("x", b"data")
