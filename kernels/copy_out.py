@@ -4,8 +4,8 @@ A kernel knows how many there are and copies them, which keeps its multiprocesso
 the stores take over the bus, from kernels that want all of them. The copy engines need the number
 from the host, which can only guess it: steps are much like the ones before. So where there are
 many, the first entries, as many as the caller guesses, go by a copy engine, and the kernel copies
-what there is beyond them. Where there are few, the kernel copies all: a copy engine's part in a
-graph costs its launch more than all kernels beside it.
+what there is beyond them. Where there are few, the kernel copies all, since graphs of kernels alone
+were launched faster than those with a copy engine's part.
 """
 
 from __future__ import annotations
