@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 SLOT_SECONDS = 30.0  # longest wait for a free slot; vLLM gives a step up to 300 s
 _WAIT_SECONDS = 0.0002
 _DTYPES = {torch.int64: "int64", torch.int32: "int32", torch.float32: "float32"}
-# what the sampling stream copies itself, .05 ms a MiB at most: another launch costs the host as much
+# what the sampling stream copies itself, .05 ms a MiB: another launch costs the host as much
 _AT_ONCE_BYTES = 2**20
 _PORTABLE_AND_MAPPED = 3  # cudaHostRegister: for every context, with an address on the device
 
