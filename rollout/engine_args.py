@@ -198,7 +198,8 @@ def set_environment() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # a fused sampler draws from logits that were never masked: the capture can't follow it
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
-    os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+    # a fork of a process with threads hangs in the first of torch's loops that uses several
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if not _has_cuda():
         # one process: three times the start-up otherwise, and no launch thread to keep free
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

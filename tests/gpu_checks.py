@@ -134,7 +134,8 @@ def count_preemptions() -> Any:
 def alignment(folder: Path) -> None:
     """200,000 tokens with preemption, chunked prefill, n 8, stops and all kinds mixed; no sync."""
     os.environ["VLLM_GPU_SYNC_CHECK"] = "error"
-    os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "fork"  # or it would not count
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # or it would not count
+    torch.set_num_threads(1)  # a fork of a process with a pool of torch's threads hangs
     model = make_tiny_model(folder / "model", vocab_size=4000, dtype=torch.bfloat16)
     rows = [
         {"id": str(i), "prompt": "x" * (20 + i % 200), "sampling": KINDS[i % 5]} for i in range(260)
