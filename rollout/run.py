@@ -81,7 +81,7 @@ class Run:
         config = job.config
         self._budget = config.capture.spool_bytes
         self._window = Window(job, engine, stopping)
-        threads = config.output.commit_threads or _threads()
+        threads = self._threads = config.output.commit_threads or _threads()
         self._claims = Claims(leases, most=threads)
         self._committer = Committer(
             writer,
@@ -306,7 +306,7 @@ class Run:
         """Hand over smaller parts once the engine has room for more than is left."""
         engine = self._engine.running
         if engine is not None and self._window.num_in_flight < engine.max_num_seqs:
-            self._units.hurry()
+            self._units.hurry(self._threads)
             self._hurried = True
 
     def _take_ended(self) -> None:

@@ -15,8 +15,10 @@ from typing import Final
 from rollout.config import OutputConfig
 from rollout.rows import Rejection, RolloutRow
 
-# raw bytes of a part at the end of a job, where processes that write would idle otherwise
-_LAST_BYTES: Final = 64 * 2**20
+# raw bytes of a part at the end of a job: the last one takes as long as it is large, and more parts
+# than are written at once make only more files
+_LEAST_LAST_BYTES: Final = 4 * 2**20
+_MOST_LAST_BYTES: Final = 64 * 2**20
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,6 +57,8 @@ class UnitBuffers:
         self._in_flight: Counter[str] = Counter()
         self._open: set[str] = set()
         self._part_bytes = config.shard_bytes
+        self._added = 0
+        self._added_bytes = 0
         self._hurried = False
 
     @property
@@ -81,6 +85,8 @@ class UnitBuffers:
         buffer.rows.append(row)
         buffer.num_bytes += row.num_bytes
         buffer.memory_bytes += row.memory_bytes
+        self._added += 1
+        self._added_bytes += row.num_bytes
         self._end(unit)
         if buffer.num_bytes >= self._part_bytes:
             self._commit(unit)
@@ -94,10 +100,17 @@ class UnitBuffers:
         """Take a prompt that never started."""
         self._buffer(unit).rejected.append(rejection)
 
-    def hurry(self) -> None:
-        """Commit smaller parts from now on: little is left to sample, so many can be in work."""
+    def hurry(self, parts: int) -> None:
+        """Commit smaller parts from now on: little is left to sample, so many can be in work.
+
+        Args:
+            parts: how many are written at once; what is left is to make about as many.
+        """
         self._hurried = True
-        self._part_bytes = min(self._part_bytes, _LAST_BYTES)
+        in_flight = self._in_flight.total() * self._added_bytes // max(self._added, 1)
+        left = in_flight + sum(buffer.num_bytes for buffer in self._buffers.values())
+        last_bytes = min(max(left // parts, _LEAST_LAST_BYTES), _MOST_LAST_BYTES)
+        self._part_bytes = min(self._part_bytes, last_bytes)
         for unit, buffer in list(self._buffers.items()):
             if buffer.num_bytes >= self._part_bytes:
                 self._commit(unit)

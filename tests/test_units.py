@@ -161,7 +161,7 @@ def test_a_buffer_of_the_size_of_a_shard_is_committed_early(tmp_path: Path) -> N
 def test_at_the_end_buffers_are_cut_into_smaller_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout.units._LAST_BYTES", 2**20)
+    monkeypatch.setattr("rollout.units._LEAST_LAST_BYTES", 2**20)
     case = Case(tmp_path)
     units = case.units
     units.open("u0")
@@ -172,7 +172,7 @@ def test_at_the_end_buffers_are_cut_into_smaller_parts(
     for row in rows[:4]:
         units.add("u0", row)
     assert case.parts == []
-    units.hurry()
+    units.hurry(16)
     assert case.parts == ["u0: a.0 a.1 | 0", "u0: a.2 a.3 | 1"]
     units.add("u0", rows[4])
     units.add("u0", rows[5])
@@ -184,10 +184,38 @@ def test_at_the_end_buffers_are_cut_into_smaller_parts(
     assert units.num_bytes == 0
 
 
+def test_the_last_parts_are_about_as_many_as_are_written_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout.units._LEAST_LAST_BYTES", 2**20)
+    case = Case(tmp_path)
+    case.units.open("u0")
+    rows = [case.run("u0", "a", index, lengths=[70_000]) for index in range(12)]  # 6.7 MB
+    for row in rows[:4]:
+        case.units.add("u0", row)
+    case.units.hurry(3)  # a third is four rollouts
+    assert case.parts == ["u0: a.0 a.1 a.2 a.3 | 0"]
+    for row in rows[4:]:
+        case.units.add("u0", row)
+    case.units.flush()
+    assert case.parts[1:] == ["u0: a.4 a.5 a.6 a.7 | 0", "u0: a.8 a.9 a.10 a.11 | 0"]
+
+
+def test_the_last_parts_have_a_most_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.units._MOST_LAST_BYTES", 2**20)
+    monkeypatch.setattr("rollout.units._LEAST_LAST_BYTES", 2**10)
+    case = Case(tmp_path)
+    case.units.open("u0")
+    for row in [case.run("u0", "a", index, lengths=[70_000]) for index in range(4)]:
+        case.units.add("u0", row)
+    case.units.hurry(1)
+    assert case.parts == ["u0: a.0 a.1 | 0", "u0: a.2 a.3 | 0"]
+
+
 def test_what_could_not_be_handed_over_at_the_end_is_tried_again_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout.units._LAST_BYTES", 2**20)
+    monkeypatch.setattr("rollout.units._LEAST_LAST_BYTES", 2**20)
     case = Case(tmp_path)
     case.units.open("u0")
     for index in range(4):
@@ -200,7 +228,7 @@ def test_what_could_not_be_handed_over_at_the_end_is_tried_again_once(
 
     case.units._take_part = first_only
     with pytest.raises(OutputError, match="disk is full"):
-        case.units.hurry()
+        case.units.hurry(16)
     case.fails = False
     case.units._take_part = taken
     case.units.flush()

@@ -155,8 +155,8 @@ def compare(
 
 @click.command()
 @click.option("--settings", default=DEFAULT_SETTINGS, show_default=True)
-@click.option("--requests", default=2048, show_default=True, help="Requests of a job.")
-@click.option("--tokens", default=128, show_default=True, help="Mean tokens of a request.")
+@click.option("--requests", default=768, show_default=True, help="Requests of a job.")
+@click.option("--tokens", default=384, show_default=True, help="Mean tokens of a request.")
 @click.option("--folder", "parent", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--arms", default=",".join(ARMS), show_default=True)
 @click.option("--peer-pairs", default=3, show_default=True, help="Most pairs of vLLM's records.")

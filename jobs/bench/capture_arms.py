@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
-from random_model import prompt_ids, resolved_job
+from random_model import SAMPLES, prompt_ids, resolved_job
 
 from rollout.dataset import DatasetWriter
 from rollout.engine_start import LazyEngine
@@ -29,14 +29,15 @@ class Load:
     """What is sampled in one arm."""
 
     requests: int
+    """`SAMPLES` for each prompt."""
     tokens: int
-    """Mean of a request; the lengths go evenly from half of it to half more."""
+    """Mean of a request; the prompts' lengths go evenly from half of it to half more."""
     sampling: dict[str, Any]
     capture: dict[str, Any]
 
-    def length(self, index: int) -> int:
-        """Return the number of tokens that a request samples."""
-        return self.tokens // 2 + index * 37 % (self.tokens + 1)
+    def length(self, prompt: int) -> int:
+        """Return the number of tokens that each request of a prompt samples."""
+        return self.tokens // 2 + prompt * 37 % (self.tokens + 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +61,7 @@ def run_capture(engine: LazyEngine, model: Path, folder: Path, load: Load) -> Ti
     job = resolved_job(
         model,
         folder,
-        lengths=[load.length(index) for index in range(load.requests)],
+        lengths=[load.length(prompt) for prompt in range(load.requests // SAMPLES)],
         sampling=load.sampling,
         capture=load.capture,
         engine={"max_num_seqs": 512},
@@ -103,7 +104,7 @@ def run_stock(llm: Any, load: Load, **params: Any) -> Timing:
 
     def values(index: int) -> Any:
         return SamplingParams(
-            max_tokens=load.length(index),
+            max_tokens=load.length(index // SAMPLES),
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -121,7 +122,7 @@ def run_stock(llm: Any, load: Load, **params: Any) -> Timing:
             index = next(left, None)
             exhausted = index is None
             if index is not None:
-                prompt = {"prompt_token_ids": prompt_ids(index)}
+                prompt = {"prompt_token_ids": prompt_ids(index // SAMPLES)}
                 engine.add_request(f"stock-{index}", prompt, values(index))
                 in_flight += 1
         for output in engine.step():
@@ -208,6 +209,8 @@ def engine_section(text: str) -> dict[str, Any]:
     added: dict[str, Any] = json.loads(text)
     return {
         "max_num_seqs": 512,
+        # steps in which requests begin have more tokens than rows, and run no graph otherwise
+        "max_cudagraph_capture_size": 640,
         "gpu_memory_utilization": 0.9,
         "load_format": "dummy",
         "max_model_len": 4096,

@@ -15,6 +15,7 @@ from rollout.resolve import ResolvedJob
 from rollout.schema.records import DatasetRecord, fingerprint_of
 
 PROMPT_TOKENS = 16
+SAMPLES = 8  # of each prompt, as in RL
 
 # the shape of Qwen3-1.7B, with a head of its own
 SHAPE: dict[str, Any] = {
@@ -49,7 +50,7 @@ def write_model(folder: Path, shape: dict[str, Any]) -> Path:
 
 
 def prompt_ids(index: int) -> list[int]:
-    """Return the prompt of a request."""
+    """Return the tokens of a prompt."""
     return [100 + index % 100] * PROMPT_TOKENS
 
 
@@ -67,7 +68,7 @@ def resolved_job(
     Args:
         model: from `write_model`.
         folder: for the prompts and the output.
-        lengths: tokens to sample for each prompt, one sample each.
+        lengths: tokens to sample for each prompt, `SAMPLES` times.
         sampling: the job's `sampling` section.
         capture: the job's `capture` section.
         engine: the job's `engine` section.
@@ -83,12 +84,9 @@ def resolved_job(
         {
             "model": {"path": str(model)},
             "prompts": {"path": str(prompts)},
-            "sampling": sampling | {"ignore_eos": True, "max_tokens": max(lengths)},
+            "sampling": sampling | {"n": SAMPLES, "ignore_eos": True, "max_tokens": max(lengths)},
             "capture": capture,
-            "output": {
-                "path": str(folder / "data"),
-                "unit_prompts": max(len(lengths) // 32, 1),
-            },
+            "output": {"path": str(folder / "data")},
             "engine": engine,
         }
     )
