@@ -251,7 +251,8 @@ def _print_steps(name: str, engine: LazyEngine, model: Path, folder: Path, load:
     print(
         f"{name:<28} steps of a full batch, switched in blocks: {spread_of(found.without)} ms "
         f"without, {spread_of(found.recorded)} ms with the capture, speed {interval(ratios)} in "
-        f"{len(ratios)} pairs",
+        f"{len(ratios)} pairs; of a step the engine waits for the device "
+        f"{spread_of(found.waited_without)} and {spread_of(found.waited_recorded)} ms",
         flush=True,
     )
     times = step_milliseconds(engine, model, folder.with_name(f"{folder.name}-timed"), load)

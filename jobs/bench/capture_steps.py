@@ -47,6 +47,10 @@ class Switched:
 
     without: list[float]
     recorded: list[float]
+    waited_without: list[float]
+    """What of it the engine's thread waited for the device: where that is nothing, steps take as
+    long as the host needs."""
+    waited_recorded: list[float]
 
 
 def switched_steps(engine: LazyEngine, folder: Path, load: Load, *, tokens: int) -> Switched:
@@ -90,24 +94,36 @@ def switched_steps(engine: LazyEngine, folder: Path, load: Load, *, tokens: int)
     replies = llm.collective_rpc(_set_switched, args=(False,))
     engine.get().stop_capture()
     reader.close()
-    starts, counts = next(reply for reply in replies if reply is not None)
+    starts, waits, counts = next(reply for reply in replies if reply is not None)
     blocks = []
     for first in range(0, len(starts) - BLOCK, BLOCK):
         if min(counts[first : first + BLOCK + 1]) == rows:
-            times = np.diff(starts[first + SETTLED : first + BLOCK + 1])
-            blocks.append((first // BLOCK % 2 == 0, 1e3 * float(times.mean())))
+            steps = slice(first + SETTLED, first + BLOCK + 1)
+            mean, waited = (1e3 * float(np.diff(times[steps]).mean()) for times in (starts, waits))
+            blocks.append((first // BLOCK % 2 == 0, mean, waited))
     pairs = [
         sorted((first, second))
         for first, second in zip(blocks[::2], blocks[1::2], strict=False)
         if first[0] != second[0]
     ]
     return Switched(
-        without=[times[0][1] for times in pairs], recorded=[times[1][1] for times in pairs]
+        without=[pair[0][1] for pair in pairs],
+        recorded=[pair[1][1] for pair in pairs],
+        waited_without=[pair[0][2] for pair in pairs],
+        waited_recorded=[pair[1][2] for pair in pairs],
     )
 
 
-def _set_switched(worker: Any, on: bool) -> tuple[list[float], list[int]] | None:
-    """In the worker: record every other block of steps, or return when steps began, and rows."""
+def _set_switched(worker: Any, on: bool) -> tuple[list[float], list[float], list[int]] | None:
+    """In the worker: record every other block of steps.
+
+    Args:
+        worker: vLLM's worker.
+        on: whether to begin or to end it.
+
+    Returns:
+        At the end: of each step when it began, the seconds waited for the device by then, its rows.
+    """
     adapter = worker._adapter
     if adapter is None:
         return None
@@ -115,19 +131,31 @@ def _set_switched(worker: Any, on: bool) -> tuple[list[float], list[int]] | None
     if on:
         inner, on_step = runner.sample, adapter.on_step
         starts: list[float] = []
+        waits: list[float] = []
         counts: list[int] = []
+        waited = 0.0
+        wait = torch.cuda.Event.synchronize
+
+        def timed_wait(event: Any) -> None:
+            nonlocal waited
+            start = time.perf_counter()
+            wait(event)
+            waited += time.perf_counter() - start
 
         def sample(hidden_states: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
             adapter.on_step = on_step if len(starts) // BLOCK % 2 == 0 else None
             starts.append(time.perf_counter())
+            waits.append(waited)
             counts.append(len(batch.req_ids))
             return inner(hidden_states, batch, *args, **kwargs)
 
-        worker._bench = (inner, starts, counts)
+        worker._bench = (inner, wait, starts, waits, counts)
         runner.sample = sample
+        torch.cuda.Event.synchronize = timed_wait  # type: ignore[method-assign,assignment]
         return None
-    runner.sample, starts, counts = worker._bench
-    return starts, counts
+    runner.sample, wait, starts, waits, counts = worker._bench
+    torch.cuda.Event.synchronize = wait  # type: ignore[method-assign]
+    return starts, waits, counts
 
 
 def _set_timed(worker: Any, on: bool) -> dict[str, Any] | None:
