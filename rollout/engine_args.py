@@ -189,8 +189,8 @@ def engine_args_class() -> Any:
 def _has_cuda() -> bool:
     import torch
 
-    # unlike is_available, this asks the driver's management library and starts no CUDA context,
-    # which a forked engine process could not use
+    # unlike is_available, this asks the driver's management library: the job's process starts no
+    # CUDA context, which would take memory of the device
     return torch.cuda.device_count() > 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import os
 import shutil
@@ -11,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from click.testing import CliRunner
@@ -20,11 +18,9 @@ from loader_cases import group, open_loader, shard_path, twelve_groups, write
 from s3_server import s3_server
 from synthetic import make_rejection, make_row, plan
 
-from rollout import verify_shard
 from rollout.cli import main
 from rollout.dataset import read_dataset
 from rollout.errors import DamagedError, DatasetError, IncompleteError
-from rollout.rows import RolloutRow
 from rollout.schema import layout
 from rollout.schema.records import CommitRecord
 from rollout.shard import write_shard
@@ -232,70 +228,23 @@ def test_records_that_contradict_themselves_are_named(pristine: Path, tmp_path: 
 
 def test_numbers_that_only_the_shard_can_contradict(dataset: Path) -> None:
     record = records(dataset)[1]
+    groups = record.row_groups
+    fewer, more = (
+        dataclasses.replace(groups[i], rows=groups[i].rows + n) for i, n in ((0, -1), (1, 1))
+    )
+    moved = (fewer, more, *groups[2:])
     for changes, problem in (
         ({"tokens": record.tokens + 1}, f"holds {record.tokens} tokens"),
         ({"entries": 0}, f"holds {record.entries} support entries, its record says 0"),
         ({"max_token_id": 5}, "as its largest token id, its record says 5"),
         ({"sample_indices": tuple(i + 1 for i in record.sample_indices)}, "its record says 1"),
+        ({"row_groups": moved}, f"its row groups have [{groups[0].rows}, "),
     ):
         name = dataset / "_commit/u000000-00001.json.gz"
         name.write_bytes(dataclasses.replace(record, **changes).to_bytes())
         (found,) = (f for f in faults(verify(dataset)) if f[0].startswith("data/"))
         assert found[0] == record.file
         assert problem in found[1]
-
-
-def _writes(field: str, change: Callable[[Any], Any]) -> Callable[[RolloutRow], None]:
-    def apply(row: RolloutRow) -> None:
-        setattr(row, field, change(getattr(row, field)))
-
-    return apply
-
-
-BAD_ROWS: dict[str, tuple[Callable[[RolloutRow], None], str]] = {
-    "sampled logprob": (
-        _writes("sampled_logprobs", lambda a: np.nextafter(a, np.float32(-9))),
-        "sampled_logprob_mismatch",
-    ),
-    "sampled token": (_writes("token_ids", lambda a: a + 1), "sampled_not_in_support"),
-    "group size": (_writes("group_size", lambda _: 0), "group_size is 0"),
-    "metadata": (_writes("metadata", lambda _: "{'a': 1}"), "its metadata is no JSON"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_ROWS)
-def test_a_row_that_was_written_wrong_is_named(tmp_path: Path, name: str) -> None:
-    # as a writer with a defect would: bytes and records agree
-    change, problem = BAD_ROWS[name]
-    storage = Storage.open(tmp_path / "run")
-    writer = open_writer(storage)
-    writer.append_plan(plan("u0", "a", "b"))
-    rows = [*rows_of("a", 4), *rows_of("b", 4)]
-    change(rows[6])
-    record = writer.commit_part("u0", rows)
-    assert record is not None
-    ((file, found),) = faults(verify_dataset(storage))
-    assert file == record.file
-    assert found.startswith("rollout 'b.2': ")
-    assert problem in found
-    assert verify_dataset(storage, rows=False).faults == []
-
-
-def test_supports_out_of_order_or_with_an_id_twice() -> None:
-    listed = make_row(lengths=[1, 4, 2]).support_entries
-    assert listed is not None
-    offsets = np.array([0, 1, 5, 7])
-    entries = np.concatenate([np.sort(listed[a:b]) for a, b in itertools.pairwise(offsets)])
-    for start, end in ((1, 5), (5, 7)):
-        wrong = entries.copy()
-        wrong[start:end] = wrong[start:end][::-1]
-        assert verify_shard.order_problem(wrong, offsets) == "a support is not in canonical order"
-    # the same number in two tokens is fine, twice in one is not
-    ids = np.array([7, 7, 8, 9, 10, 7, 8], np.uint64) | np.uint64(0xBF000000_00000000)
-    assert verify_shard.order_problem(ids, offsets) is None
-    ids[2] = ids[1] + (np.uint64(1) << np.uint64(32))
-    ids[3:5] += np.uint64(2) << np.uint64(32)
-    assert verify_shard.order_problem(ids, offsets) == "a support lists an id twice"
 
 
 def test_the_plan_and_the_rejected_tables_are_checked(dataset: Path) -> None:

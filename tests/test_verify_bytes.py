@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,16 @@ def test_every_flipped_byte_is_named(tmp_path: Path) -> None:
             place = "outside of its row groups" if position < 4 else "in the footer (bytes"
         assert place in str(caught.value)
     assert verify_dataset(storage).faults == []
+
+
+def test_a_shard_that_shrinks_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = Flipper(tmp_path)
+    os.truncate(shard.file, shard.size - 5)
+    monkeypatch.setattr(Storage, "size", lambda _storage, _name: shard.size)
+    with pytest.raises(DatasetError, match=f"ends at byte {shard.size - 5}, expected more"):
+        verify_shard.check_bytes(Storage.open(shard.path), shard.record)
 
 
 def test_a_flipped_byte_through_the_command(tmp_path: Path) -> None:
