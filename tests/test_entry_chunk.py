@@ -14,7 +14,7 @@ import pytest
 from synthetic import make_row, realistic_rows
 
 from rollout import compact_thrift, entry_chunk
-from rollout.compact_thrift import BINARY, BYTE, FALSE, I32, I64, LIST, STRUCT, TRUE
+from rollout.compact_thrift import BINARY, BYTE, DOUBLE, FALSE, I32, I64, LIST, STRUCT, TRUE
 from rollout.entry_chunk import PAGE_ENTRIES, encode_chunk
 from rollout.errors import DatasetError
 from rollout.rows import RolloutRow
@@ -104,6 +104,54 @@ def test_pages_are_of_the_size_said_and_the_footer_counts_them(tmp_path: Path) -
     assert header[5][1][1] == (I32, PAGE_ENTRIES)
 
 
+def footer_of(path: Path) -> compact_thrift.Struct:
+    data = path.read_bytes()
+    length = int.from_bytes(data[-8:-4], "little")
+    return compact_thrift.read_struct(data[-8 - length : -8])[0]
+
+
+def test_the_footer_says_of_every_column_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Readers go by it to split files, and to see how much memory a column takes."""
+    monkeypatch.setattr(entry_chunk, "PAGE_ENTRIES", PAGE)
+    path = tmp_path / "x.parquet"
+    write_shard(path, rows_of(random_lists(0)), "f", row_group_bytes=20_000)
+    data = path.read_bytes()
+    place = 4
+    groups = footer_of(path)[4][1][1]
+    assert len(groups) > 1
+    for group in groups:
+        start = place
+        raw = 0
+        for column in group[1][1][1]:
+            metadata = column[3][1]
+            assert metadata[9][1] == place
+            end = place + metadata[7][1]
+            pages = values = size = 0
+            while place < end:
+                header, body = compact_thrift.read_struct(data, place)
+                pages, values = pages + 1, values + header[5][1][1][1]
+                size += body - place + header[2][1]
+                place = body + header[3][1]
+            assert (place, values, size) == (end, metadata[5][1], metadata[6][1])
+            assert [stats[3][1] for stats in metadata[13][1][1]] == [pages]
+            raw += size
+        assert (group[5][1], group[6][1], group[2][1]) == (start, place - start, raw)
+
+
+@pytest.mark.parametrize("lists", [*PATTERNS.values(), random_lists(2)])
+def test_levels_are_counted_as_arrow_counts_them(tmp_path: Path, lists: list[int | None]) -> None:
+    path, plain = tmp_path / "x.parquet", tmp_path / "plain.parquet"
+    write_shard(path, rows_of(lists), "f", row_group_bytes=2**30)
+    pq.write_table(pq.read_table(path), plain)
+    place = SCHEMA.names.index("support_entries")
+    ours, arrows = (
+        footer_of(file)[4][1][1][0][1][1][1][place][3][1][16][1] for file in (path, plain)
+    )
+    assert ours == arrows
+
+
 def test_it_takes_no_more_room_than_arrows_pages(tmp_path: Path) -> None:
     rows = realistic_rows(4)
     path, plain = tmp_path / "x.parquet", tmp_path / "plain.parquet"
@@ -191,11 +239,17 @@ def test_structs_are_written_by_the_protocol_and_parsed_to_the_same() -> None:
         20: (BINARY, b"ab"),
         21: (STRUCT, {1: (I32, 300)}),
         22: (LIST, (I32, list(range(16)))),
-        23: (BYTE, 7),
+        23: (BYTE, 200),
+        24: (LIST, (I32, [-1] * 15)),
+        25: (LIST, (I32, [0] * 14)),
+        26: (DOUBLE, b"8 bytes "),
+        27: (I32, -(2**31)),
     }
     expected = (
         b"\x15\x02\x16\x05\x11\x12\x08\x28\x02ab"  # 20 does not follow 4 closely: written whole
-        b"\x1c\x15\xd8\x04\x00" + b"\x19\xf5\x10" + bytes(range(0, 32, 2)) + b"\x13\x07\x00"
+        b"\x1c\x15\xd8\x04\x00" + b"\x19\xf5\x10" + bytes(range(0, 32, 2)) + b"\x13\xc8"
+        b"\x19\xf5\x0f" + b"\x01" * 15 + b"\x19\xe5" + b"\x00" * 14 + b"\x178 bytes "
+        b"\x15\xff\xff\xff\xff\x0f\x00"
     )
     assert compact_thrift.write_struct(struct) == expected
     assert compact_thrift.read_struct(expected) == (struct, len(expected))
