@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -44,15 +45,13 @@ def link_bytes(data: bytes, target: Path, scratch: Path) -> bool:
     Returns:
         Whether this call created it.
     """
-    finished = _finished(data, scratch)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        # fails where a file exists, in one step
-        os.link(finished, target)
-    except FileExistsError:
-        return False
-    finally:
-        finished.unlink(missing_ok=True)
+    with _finished(data, scratch) as finished:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            # fails where a file exists, in one step
+            os.link(finished, target)
+        except FileExistsError:
+            return False
     _sync_folder(target.parent)
     return True
 
@@ -65,9 +64,9 @@ def replace_bytes(data: bytes, target: Path, scratch: Path) -> None:
         target: where; its folders are made.
         scratch: a folder on the same file system.
     """
-    finished = _finished(data, scratch)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    finished.replace(target)
+    with _finished(data, scratch) as finished:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        finished.replace(target)
     _sync_folder(target.parent)
 
 
@@ -121,14 +120,18 @@ def _copy_and_link(local: Path, target: Path, scratch: Path) -> None:
         copy.unlink(missing_ok=True)
 
 
-def _finished(data: bytes, scratch: Path) -> Path:
-    """A complete file with these bytes, on the disk for good."""
+@contextlib.contextmanager
+def _finished(data: bytes, scratch: Path) -> Iterator[Path]:
+    """Make a complete file with these bytes, on the disk for good; under this name it goes."""
     path = scratch_file(scratch)
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return path
+    try:
+        with path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:
