@@ -42,7 +42,8 @@ def make_copies(control: socket.socket) -> None:
 
     Args:
         control: messages `start`, with descriptors to read requests from and to write replies to,
-            answered by a process number, and `wait` with one, answered by its exit code.
+            answered by a process number, and `wait` with one, answered by its exit code, or -9 for
+            a copy of another process.
     """
     while True:
         message, files, _, _ = socket.recv_fds(control, 64, 2)
@@ -50,8 +51,7 @@ def make_copies(control: socket.socket) -> None:
             return
         what, *pid = message.split()
         if what == b"wait":
-            _, status = os.waitpid(int(pid[0]), 0)
-            control.sendall(b"%d" % os.waitstatus_to_exitcode(status))
+            control.sendall(b"%d" % _exit_code(int(pid[0])))
             continue
         copy = os.fork()
         if not copy:
@@ -60,6 +60,14 @@ def make_copies(control: socket.socket) -> None:
         for file in files:
             os.close(file)
         control.sendall(b"%d" % copy)
+
+
+def _exit_code(pid: int) -> int:
+    try:
+        _, status = os.waitpid(pid, 0)
+    except ChildProcessError:  # of a template that was killed
+        return -signal.SIGKILL
+    return os.waitstatus_to_exitcode(status)
 
 
 def _serve_and_end(requests: int, replies: int) -> NoReturn:
@@ -101,7 +109,8 @@ def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
                 info = work.write(path, order, head["fingerprint"], head["row_group_bytes"])
                 answer = {"info": asdict(info)}
         except OSError as error:
-            answer = {"os_error": [error.errno, error.strerror or str(error), error.filename]}
+            parts = [error.errno, error.strerror, error.filename]
+            answer = {"os_error": [str(error)] if error.errno is None else parts}
         except RolloutError as error:
             answer = {"dataset_error": str(error)}
         except Exception as error:  # told to the job, which raises it

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -147,6 +148,14 @@ def test_a_spool_that_is_gone_is_an_error(pool: PartPool, tmp_path: Path) -> Non
         pass
 
 
+def test_a_spool_that_is_cut_short_is_the_same_error(pool: PartPool, tmp_path: Path) -> None:
+    rows = spooled(sample_rows(), tmp_path / "spool")
+    for path in (tmp_path / "spool").iterdir():
+        os.truncate(path, 8)
+    with pytest.raises(OSError, match=r"^spool: a segment ends at byte \d+,"), pool.part(rows):
+        pass
+
+
 def test_rows_travel_bit_for_bit(tmp_path: Path) -> None:
     rows = sample_rows()
     for given in (rows, spooled(rows, tmp_path)):
@@ -247,14 +256,39 @@ def test_processes_are_copies_of_one_with_one_thread() -> None:
     for copy in copies:
         stat = Path(f"/proc/{copy.pid}/stat").read_text()
         assert int(stat.rpartition(")")[2].split()[1]) == first
-    kill(first)  # its copies go on, and another one makes more
-    copies.append(template.start())
+    os.kill(first, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(template.start)
+        time.sleep(0.1)  # for it to wait for the answer
+        kill(first)  # its copies go on, and another one makes more
+        copies.append(asked.result())
     assert template._process.pid != first
+    assert copies[-1].pid not in (0, first)
     for copy in copies:
         copy.stdin.close()
         assert copy.stdout.read() == b""  # it ends with its input
         copy.stdout.close()
-    assert copies[-1].wait() == 0
+    assert [copy.wait() for copy in copies] == [-9, -9, -9, 0]  # those of the first are lost
+    kill(template._process.pid)
+    assert copies[0].wait() == -9
+    template.close()
+
+
+def test_signals_and_output_and_cores_are_the_jobs() -> None:
+    template = PartTemplate()
+    copy = template.start()
+    assert template._process is not None
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    for pid in (template._process.pid, copy.pid):
+        files = Path(f"/proc/{pid}/fd")
+        assert os.path.samefile(files / "1", files / "2")  # what is printed is no result
+        assert os.getpriority(os.PRIO_PROCESS, pid) == min(nice + 5, 19)
+        for number in (signal.SIGINT, signal.SIGTERM):  # to the whole group
+            os.kill(pid, number)
+    copy.stdin.close()
+    assert copy.stdout.read() == b""
+    copy.stdout.close()
+    assert copy.wait() == 0
     template.close()
 
 
