@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import resource
 import signal
@@ -134,6 +135,28 @@ def test_steps_come_out_whole_and_in_order(recorder: ring.RingRecorder, tmp_path
         for seed, block in enumerate(blocks):
             check_block(block, seed)
         assert recorder.error is None
+
+
+def test_kinds_that_come_again_are_those_of_the_step(
+    recorder: ring.RingRecorder, tmp_path: Path
+) -> None:
+    # the same arrays in other steps and slots, of other numbers of rows
+    kept = np.array([KEPT, KEPT, SKIP], np.int8)
+    greedy = np.array([GREEDY, SKIP, GREEDY, GREEDY, KEPT], np.int8)
+    order = [kept, kept, greedy, kept, kept, kept, kept, greedy, greedy, greedy, greedy, kept]
+    recorder.start(str(tmp_path))
+    for number, kinds in enumerate(order):
+        logits, sampled, rows = step_of(number, len(kinds))
+        logits[:, 10:] = -torch.inf
+        recorder.record(number, logits, sampled, dataclasses.replace(rows, kinds=kinds))
+        # rows that are not there are none for the device
+        slot = recorder._slots[number % len(recorder._slots)]
+        assert not slot.kinds[len(kinds) :].any()
+    recorder.flush()
+    counts = {SKIP: 0, GREEDY: 1, KEPT: 10}
+    for block, kinds in zip(SpoolReader(tmp_path).poll(), order, strict=True):
+        assert block.kinds.tolist() == kinds.tolist()
+        assert block.counts.tolist() == [counts[kind] for kind in kinds.tolist()]
 
 
 def test_a_row_past_the_capacity_is_flagged_and_the_rest_is_whole(tmp_path: Path) -> None:

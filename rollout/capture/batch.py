@@ -19,7 +19,8 @@ class BatchRows:
     positions: npt.NDArray[np.int32]
     """[N] index of the token being sampled in the request's output."""
     kinds: npt.NDArray[np.int8]
-    """[N] kinds of `rollout.capture.request`; SKIP where the sample does not count."""
+    """[N] kinds of `rollout.capture.request`; SKIP where the sample does not count. Never changed,
+    so that the same array in another step says the same."""
     seeds: npt.NDArray[np.int64]
     """[N] seeds of the recorded draws."""
 

@@ -233,17 +233,10 @@ class RingRecorder:
         ready: int,
         ahead: int,
     ) -> None:
-        n, slot = len(rows.kinds), self._slots[index]
+        slot = self._slots[index]
         if sampled.dtype != torch.int64 or not sampled.is_contiguous():
             sampled = sampled.to(torch.int64).contiguous()
-        behind = distance(logits, slot.out.scratch.anchor)
-        slot.host_head[:] = (ready, sampled.data_ptr(), n, behind)
-        slot.host_kinds[:n] = rows.kinds
-        # always as many rows as there may be, so that one graph serves every step
-        slot.host_kinds[n:] = SKIP
-        if self._settings.draws:
-            slot.host_seeds[:n] = rows.seeds
-            slot.host_positions[:n] = rows.positions
+        slot.put(ready, sampled, distance(logits, slot.out.scratch.anchor), rows)
         # addresses travel in memory, so one launch serves every step
         key = (index, logits.stride(0), logits.shape[1], logits.dtype, row_unit(logits))
         if 8 * ahead <= _AT_ONCE_BYTES:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import struct
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -24,7 +25,7 @@ _ERROR_AT: Final = 2048
 _ERROR_BYTES: Final = _PAGE - _ERROR_AT
 _MAX_SLOTS: Final = (_ERROR_AT - _READY_AT) // 8
 _ID_BYTES: Final = 256  # of a row's request id, mostly
-_HEAD_BYTES: Final = 32  # of a step: its number, rows, bytes of ids, seconds waited
+_HEAD: Final = struct.Struct("<qqqd")  # of a step: its number, rows, bytes of ids, seconds waited
 _SAME_IDS: Final = -1  # in place of the bytes: the request ids are those of the step before
 
 
@@ -43,7 +44,7 @@ class RingLayout:
     @property
     def rows_bytes(self) -> int:
         """Bytes for what the host knows of a step's rows."""
-        return _up(_HEAD_BYTES + self.max_rows * (4 + 1 + _ID_BYTES), _PAGE)
+        return _up(_HEAD.size + self.max_rows * (4 + 1 + _ID_BYTES), _PAGE)
 
     @property
     def slot_bytes(self) -> int:
@@ -78,14 +79,15 @@ class RingStep:
 class _SlotRows:
     """Views of what the host knows of a slot's rows; made once, since each step needs them."""
 
-    __slots__ = ("head", "ids", "kinds", "positions", "waited")
+    __slots__ = ("head", "ids", "kinds", "last_kinds", "positions")
 
     def __init__(self, memory: npt.NDArray[np.uint8], max_rows: int) -> None:
-        positions_end = _HEAD_BYTES + 4 * max_rows
+        positions_end = _HEAD.size + 4 * max_rows
         kinds_end = positions_end + max_rows
-        self.head = memory[:24].view(np.int64)
-        self.waited = memory[24:_HEAD_BYTES].view(np.float64)
-        self.positions = memory[_HEAD_BYTES:positions_end].view(np.int32)
+        self.head = memoryview(memory[: _HEAD.size])  # type: ignore[arg-type]
+        # the array that is in `kinds`
+        self.last_kinds: npt.NDArray[np.int8] | None = None
+        self.positions = memory[_HEAD.size : positions_end].view(np.int32)
         self.kinds = memory[positions_end:kinds_end].view(np.int8)
         self.ids = memory[kinds_end:]
 
@@ -210,10 +212,11 @@ class SharedRing:
                 raise ValueError(f"{id_bytes} bytes of request ids, expected {_ID_BYTES} a row")
             rows.ids[:id_bytes] = np.frombuffer(ids, np.uint8)
             self._last_ids = request_ids
-        rows.head[:] = (step, n, id_bytes)
-        rows.waited[0] = waited
+        _HEAD.pack_into(rows.head, 0, step, n, id_bytes, waited)
         rows.positions[:n] = positions
-        rows.kinds[:n] = kinds
+        if kinds is not rows.last_kinds:
+            rows.kinds[:n] = kinds
+            rows.last_kinds = kinds
 
     def forget_ids(self) -> None:
         """Begin anew: the next step's request ids are given again."""
@@ -222,7 +225,7 @@ class SharedRing:
     def step(self, slot: int) -> RingStep:
         """Return what is in a slot; each step once and in order."""
         rows = self._rows[slot]
-        number, n, id_bytes = rows.head.tolist()
+        number, n, id_bytes, waited = _HEAD.unpack_from(rows.head)
         if id_bytes != _SAME_IDS:
             ids = bytes(rows.ids[:id_bytes]).decode()
             self._last_ids = ids.split("\n") if n else []
@@ -234,7 +237,7 @@ class SharedRing:
             fields[name] = header[start : start + size].view(dtype).reshape(shape)
         return RingStep(
             step=number,
-            waited=float(rows.waited[0]),
+            waited=waited,
             request_ids=self._last_ids,
             positions=rows.positions[:n],
             kinds=rows.kinds[:n],

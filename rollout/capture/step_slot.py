@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import struct
+from typing import Final
+
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from rollout.capture.request import CaptureSettings
+from rollout.capture.batch import BatchRows
+from rollout.capture.request import SKIP, CaptureSettings
 from rollout.kernels.launch import CaptureScratch
 from rollout.kernels.support_capture import StepOutput
+
+_HEAD: Final = struct.Struct("<4q")
 
 
 class StepSlot:
@@ -30,6 +37,7 @@ class StepSlot:
             device: a CUDA device.
             scratch: another slot's working memory, to share it.
         """
+        self._draws = settings.draws
         self.out = StepOutput.allocate(
             max_rows=rows,
             vocab_size=vocab,
@@ -46,10 +54,11 @@ class StepSlot:
         self.host_words = torch.zeros(words, dtype=torch.int64, pin_memory=True)
         self.words = torch.zeros(words, dtype=torch.int64, device=device)
         host, there = self.host_words.numpy().view(np.uint8), self.words.view(torch.uint8)
-        self.host_head = host[:seeds].view(np.int64)
-        self.host_seeds = host[seeds:positions].view(np.int64)
-        self.host_positions = host[positions:kinds].view(np.int64)
-        self.host_kinds = host[kinds:end].view(np.int8)
+        self._head = memoryview(host[:seeds])  # type: ignore[arg-type]
+        self._host_seeds = host[seeds:positions].view(np.int64)
+        self._host_positions = host[positions:kinds].view(np.int64)
+        self._host_kinds = host[kinds:end].view(np.int8)
+        self._last_kinds: npt.NDArray[np.int8] | None = None  # the array that is there
         self.number = self.words[:1]
         self.distance = self.words[3:4]
         self.seeds = there[seeds:positions].view(torch.int64)
@@ -57,3 +66,23 @@ class StepSlot:
         self.kinds = there[kinds:end].view(torch.int8)
         # part of the launches, also where they are graphs
         self.filled = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
+
+    def put(self, ready: int, sampled: torch.Tensor, behind: int, rows: BatchRows) -> None:
+        """Write what the host knows of a step.
+
+        Args:
+            ready: the step's number + 1.
+            sampled: [N] int64 ids on the device.
+            behind: from where the logits are (`rollout.kernels.launch.distance`).
+            rows: the N rows.
+        """
+        n, kinds = len(rows.request_ids), rows.kinds
+        _HEAD.pack_into(self._head, 0, ready, sampled.data_ptr(), n, behind)
+        if kinds is not self._last_kinds:
+            self._host_kinds[:n] = kinds
+            # always as many rows as there may be, so that one graph serves every step
+            self._host_kinds[n:] = SKIP
+            self._last_kinds = kinds
+        if self._draws:
+            self._host_seeds[:n] = rows.seeds
+            self._host_positions[:n] = rows.positions

@@ -8,9 +8,11 @@ Source: vllm/v1/worker/gpu/sample/sampler.py and vllm/v1/worker/gpu/model_runner
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from rollout.capture.batch import BatchRows, OnStep
@@ -43,6 +45,8 @@ class V2Adapter:
         slots = runner.max_num_reqs
         self._kinds = np.zeros(slots, np.int8)
         self._seeds = np.zeros(slots, np.int64)
+        # what the rows of the step before were, and whether each of them sampled
+        self._last: _Requests | None = None
         self.logits_dtype: str | None = None
         self._fused = [name for name in _FUSED if hasattr(sampler, name)]
         for name in self._fused:
@@ -62,6 +66,8 @@ class V2Adapter:
 
     def _runner_sample(self, hidden_states: Any, input_batch: Any, *args: Any, **kw: Any) -> Any:
         self._batch = input_batch
+        if self.on_step is None:
+            self._last = None
         try:
             return self._stock_runner_sample(hidden_states, input_batch, *args, **kw)
         finally:
@@ -81,15 +87,38 @@ class V2Adapter:
         return sampled, masked
 
     def _rows(self, batch: Any) -> BatchRows:
-        slots = batch.idx_mapping_np
+        request_ids = batch.req_ids  # a list of this step's own
         lengths = batch.num_computed_tokens_np + batch.num_scheduled_tokens
-        kinds = self._kinds[slots]
-        # a prefill that goes on samples nothing
-        np.putmask(kinds, lengths < batch.prefill_len_np, SKIP)
-        positions = lengths - self._runner.req_states.prompt_len.np[slots]
+        last = self._last
+        # requests that all sampled in the step before do so again with a token each: most steps,
+        # and each call of numpy costs the launching thread as much as a launch of a kernel
+        if last is None or batch.num_tokens != len(request_ids) or request_ids != last.ids:
+            slots = batch.idx_mapping_np
+            kinds = self._kinds[slots]
+            # a prefill that goes on samples nothing
+            unfinished = lengths < batch.prefill_len_np
+            np.putmask(kinds, unfinished, SKIP)
+            last = _Requests(
+                ids=request_ids,
+                kinds=kinds,
+                seeds=self._seeds[slots],
+                prompt_lengths=self._runner.req_states.prompt_len.np[slots],
+            )
+            self._last = None if unfinished.any() else last
+        positions = lengths - last.prompt_lengths
         return BatchRows(
-            request_ids=batch.req_ids,  # a list of this step's own
+            request_ids=request_ids,
             positions=positions.astype(np.int32, copy=False),
-            kinds=kinds,
-            seeds=self._seeds[slots],
+            kinds=last.kinds,
+            seeds=last.seeds,
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Requests:
+    """The requests of a step: what stays the same while none comes or goes."""
+
+    ids: list[str]
+    kinds: npt.NDArray[np.int8]
+    seeds: npt.NDArray[np.int64]
+    prompt_lengths: npt.NDArray[np.int32]
