@@ -14,6 +14,9 @@ from synthetic import make_record, make_row, plan
 from rollout.commits import iter_commits
 from rollout.committer import Committer
 from rollout.dataset import DatasetWriter
+from rollout.early_shard import written_early
+from rollout.errors import DatasetError
+from rollout.part_work import write_verified
 from rollout.rows import RolloutRow
 from rollout.shard import write_shard
 from rollout.storage import Storage
@@ -91,7 +94,10 @@ def test_a_part_is_written_while_the_one_before_is(case: Case) -> None:
     assert not any(case.scratch.iterdir())
 
 
-def test_a_disk_that_does_not_take_a_shard_early_is_tried_at_its_turn(case: Case) -> None:
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), DatasetError("shard: damaged")])
+def test_a_disk_that_does_not_take_a_shard_early_is_tried_at_its_turn(
+    case: Case, error: Exception
+) -> None:
     failed = threading.Event()
 
     def on_write(prompts: str) -> None:
@@ -99,12 +105,31 @@ def test_a_disk_that_does_not_take_a_shard_early_is_tried_at_its_turn(case: Case
             assert failed.wait(SECONDS)
         elif not failed.is_set():
             failed.set()
-            raise OSError(28, "No space left on device")
+            raise error
 
     case.on_write = on_write
     case.commit("a", "b")
     assert case.stored() == ["a", "b"]
     assert not any(case.scratch.iterdir())
+
+
+def test_without_a_folder_for_it_nothing_is_written_early(case: Case, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    scratch = tmp_path / "file" / "folder"
+    writer = DatasetWriter.open(case.storage, make_record(), scratch=scratch)
+    with written_early(writer, [make_row("a")], write_verified) as write:
+        assert write is write_verified
+
+
+def test_rollouts_that_finished_in_another_order_are_written_once(case: Case) -> None:
+    """The shard's order is not theirs: one that was written in theirs would be of no use."""
+    writes: list[str] = []
+    case.on_write = writes.append
+    rows = [make_row("a", 1), make_row("b"), make_row("a", 0)]
+    with written_early(case.writer, rows, write_verified) as write:
+        case.writer.commit_part("u0", rows, [], write)
+    assert case.stored() == ["aab"]
+    assert writes == ["aab"]
 
 
 def test_rollouts_that_another_writer_commits_meanwhile_are_left_out(case: Case) -> None:
@@ -123,3 +148,4 @@ def test_rollouts_that_another_writer_commits_meanwhile_are_left_out(case: Case)
     case.commit("a", "bc")
     assert case.stored() == ["c", "a", "b"]
     assert case.committer.stats.covered == 1
+    assert not any(case.scratch.iterdir())

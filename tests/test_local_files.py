@@ -21,7 +21,7 @@ from rollout.local_files import (
     scratch_file,
 )
 
-DATA = b"finished" * 1000
+DATA = b"finished"
 
 
 class Case:
