@@ -216,6 +216,9 @@ class _Lot:
             _PlannedRow(row=row, unit=unit, number=number)
             for (row, unit), number in zip(rows, self._ledger.numbers(keys), strict=True)
         ]
+        self._by_unit: dict[str, list[_PlannedRow]] = {}
+        for planned in self._rows:
+            self._by_unit.setdefault(planned.unit, []).append(planned)
         if not first_time:
             return
         for planned in self._rows:
@@ -233,7 +236,7 @@ class _Lot:
         Returns:
             The units that others hold.
         """
-        units = list(dict.fromkeys(planned.unit for planned in self._rows))
+        units = list(self._by_unit)
         before = {unit: self._left(unit) for unit in units}
         idle = [unit for unit in units if before[unit] == 0 and not self._unrecorded(unit)]
         if len(idle) == len(units):
@@ -241,12 +244,14 @@ class _Lot:
             yield from self._items(units)
             return []
         yield from self._items(idle)
-        todo = [unit for unit in units if unit not in set(idle)]
+        looked_at = set(idle)
+        todo = [unit for unit in units if unit not in looked_at]
         held: list[str] = []
         while todo:
             taken, others = claims.take(todo)
             held += others
-            todo = [unit for unit in todo if unit not in {*taken, *others}]
+            looked_at.update(taken, others)
+            todo = [unit for unit in todo if unit not in looked_at]
             for unit in taken:
                 # only now that nobody else works on it
                 self._writer.catch_up(unit)
@@ -268,9 +273,6 @@ class _Lot:
             if i == last_row[planned.unit]:
                 yield UnitClosed(unit=planned.unit)
 
-    def _of(self, unit: str) -> list[_PlannedRow]:
-        return [planned for planned in self._rows if planned.unit == unit]
-
     def _missing(self, planned: _PlannedRow) -> list[int]:
         """List the samples of a prompt that nobody has committed or set aside."""
         number, ledger = planned.number, self._ledger
@@ -280,19 +282,19 @@ class _Lot:
         return [index for index in missing if not ledger.set_aside_since(number, index)]
 
     def _left(self, unit: str) -> int:
-        return sum(len(self._missing(planned)) for planned in self._of(unit))
+        return sum(len(self._missing(planned)) for planned in self._by_unit[unit])
 
     def _unrecorded(self, unit: str) -> bool:
         return any(
             isinstance(planned.row, Rejection) and not self._ledger.is_set_aside(planned.number)
-            for planned in self._of(unit)
+            for planned in self._by_unit[unit]
         )
 
     def _count_elsewhere(self, unit: str, before: int) -> None:
         """Count what other processes did of a unit since its rows were first looked at."""
         ledger, stats = self._ledger, self._stats
         done = before - self._left(unit)
-        for planned in self._of(unit):
+        for planned in self._by_unit[unit]:
             if isinstance(planned.row, Rejection):
                 continue
             missing = ledger.missing(planned.number, planned.row.sampling.n)
