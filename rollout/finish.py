@@ -15,6 +15,7 @@ from rollout.rows import Rejection, RolloutRow
 from rollout.work import Missing, group_id
 
 _log = logging.getLogger(__name__)
+_MOST_REWARD = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,9 +124,10 @@ class Finisher:
             return None
         try:
             value = float(reward.function(request.item.prompt.row, text or "", token_ids))
-            if not np.isfinite(np.float32(value)):
-                raise ValueError(f"got {value}, expected a finite number")
-        except Exception as error:  # the user's code may raise anything
+            if not abs(value) <= _MOST_REWARD:
+                raise ValueError(f"got {value}, expected a finite number that float32 holds")
+        # the user's code may raise anything, and what it runs may call exit()
+        except (Exception, SystemExit) as error:
             self.reward_errors += 1
             if self.first_reward_error is None:
                 self.first_reward_error = f"{type(error).__name__}: {error}"

@@ -76,7 +76,11 @@ class Summary:
     def problem(self) -> str | None:
         """Say in one sentence what is missing at the end, if anything is."""
         if self.rollouts_asked == 0:
-            return f"none of {self.prompts_read} prompts could be used"
+            why = ", ".join(f"{reason}: {count}" for reason, count in self.reasons.most_common())
+            return (
+                f"none of {self.prompts_read} prompts could be used{f' ({why})' if why else ''}: "
+                "`rollout inspect` names their lines"
+            )
         parts = []
         if self.rollouts_failed:
             parts.append(
@@ -86,7 +90,7 @@ class Summary:
         if self.reward_errors:
             parts.append(
                 f"{self.reward_errors} rollouts are there without a reward, since its function "
-                f"failed ({self.first_reward_error})"
+                f"failed ({self.first_reward_error}): `rollout join` adds rewards"
             )
         if not self.reconciles:
             parts.append(

@@ -1,6 +1,7 @@
 """Counts that reconcile, and how a person reads them."""
 
 import json
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -44,7 +45,8 @@ def test_json_keeps_every_count() -> None:
         ),
         (
             {"reward_errors": 4, "first_reward_error": "KeyError: 'answer'"},
-            "4 rollouts are there without a reward, since its function failed (KeyError: 'answer')",
+            "4 rollouts are there without a reward, since its function failed (KeyError: "
+            "'answer'): `rollout join` adds rewards",
         ),
         (
             {"rollouts_committed": 5},
@@ -55,8 +57,14 @@ def test_json_keeps_every_count() -> None:
             "8 rollouts were asked for and 9 are accounted for",
         ),
         (
-            {"rollouts_asked": 0, "rollouts_skipped": 0, "rollouts_committed": 0},
-            "none of 10 prompts could be used",
+            {
+                "rollouts_asked": 0,
+                "rollouts_skipped": 0,
+                "rollouts_committed": 0,
+                "reasons": Counter(bad_row=2, prompt_too_long=8),
+            },
+            "none of 10 prompts could be used (prompt_too_long: 8, bad_row: 2): `rollout inspect` "
+            "names their lines",
         ),
     ],
 )
@@ -69,7 +77,7 @@ def test_what_is_missing_at_the_end(fields: dict[str, Any], problem: str | None)
 def test_all_problems_are_named() -> None:
     problem = summary(rollouts_failed=1, reward_errors=1, first_reward_error="x").problem()
     assert problem is not None
-    assert [part.split()[-2] for part in problem.split("; ")] == ["them", "failed", "accounted"]
+    assert [part.split()[-2] for part in problem.split("; ")] == ["them", "adds", "accounted"]
 
 
 def test_the_table() -> None:
