@@ -16,7 +16,7 @@ from rollout.ledger import Ledger
 from rollout.rows import RolloutRow
 from rollout.schema import layout
 from rollout.schema.records import CommitRecord, DatasetRecord, fingerprint_of
-from rollout.sidecars import read_plan_units, read_rejected
+from rollout.sidecars import read_plan, read_rejected
 from rollout.storage import Storage
 from rollout.verify_record import check_record
 from rollout.verify_shard import check_bytes, checked_rows
@@ -150,13 +150,17 @@ class _Verification:
             try:
                 if isinstance(data, Exception):
                     raise data
-                self._ledger.plan(*read_plan_units(data, name))
+                entries = read_plan(data, name)  # every column, also those that no count needs
             except FileNotFoundError:
                 self._plan_whole = False
                 self._fault(name, "is missing although later ones exist")
             except DatasetError as error:
                 self._plan_whole = False
                 self._fault(name, error)
+            else:
+                self._ledger.plan(
+                    [entry.prompt_key for entry in entries], [entry.unit for entry in entries]
+                )
         self._report.prompts_planned = self._ledger.num_planned
 
     def _commits(self) -> Iterator[tuple[str, CommitRecord]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 from dataset_tools import STORAGES, new_storage, open_writer, rows_of
@@ -256,6 +257,21 @@ def test_the_plan_and_the_rejected_tables_are_checked(dataset: Path) -> None:
     assert "damaged" in found[f"_rejected/{table.name}"]
     table.unlink()
     assert dict(faults(verify(dataset)))[f"_rejected/{table.name}"] == "is missing"
+
+
+def test_every_column_of_the_plan_is_checked(dataset: Path) -> None:
+    name = "_plan/000000.parquet"
+    column = next(
+        column
+        for column in pq.read_metadata(dataset / name).row_group(0).to_dict()["columns"]
+        if column["path_in_schema"] == "prompt_id"  # which no count needs
+    )
+    data = bytearray((dataset / name).read_bytes())
+    data[column["data_page_offset"] + column["total_compressed_size"] - 1] ^= 1
+    (dataset / name).write_bytes(data)
+    ((file, problem),) = faults(verify(dataset))
+    assert file == name
+    assert "CRC" in problem
 
 
 def test_rollouts_committed_twice_or_unplanned_are_named(dataset: Path) -> None:
