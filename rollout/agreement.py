@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
 from rollout.batch import RolloutBatch, pack_rollouts
 from rollout.dataset_view import DatasetView, read_dataset
 from rollout.errors import DatasetError, TrainingError
+from rollout.full_rows import read_full_rows
 from rollout.kernels.dense_head import dense_logprobs
 from rollout.replay_model import ReplayModel, load_model
 from rollout.rows import RolloutRow
@@ -212,7 +212,8 @@ def _chunks(view: DatasetView, budget: int, max_rollouts: int) -> Iterator[list[
     """Yield the dataset's first rollouts, as many at a time as the budget holds."""
     rows: list[RolloutRow] = []
     held = 0
-    for row in islice(_rows(view), max_rollouts):
+    stored = (row for part in view.shards for row in read_full_rows(view, part, _COLUMNS))
+    for row in islice(stored, max_rollouts):
         size = row.prompt_token_ids.size + row.token_ids.size
         if rows and held + size > budget:
             yield rows
@@ -221,26 +222,6 @@ def _chunks(view: DatasetView, budget: int, max_rollouts: int) -> Iterator[list[
         held += size
     if rows:
         yield rows
-
-
-def _rows(view: DatasetView) -> Iterator[RolloutRow]:
-    """Read rollouts in the records' order, whatever their rewards; lists are views."""
-    for record in view.shards:
-        keys = iter(record.row_prompts)
-        with view.open_shard(record) as shard:
-            for index in range(shard.num_row_groups):
-                table = shard.read_row_group(index, columns=list(_COLUMNS)).combine_chunks()
-                for i in range(table.num_rows):
-                    cells = {name: table[name][i] for name in _COLUMNS}
-                    fields = {name: _value(cell) for name, cell in cells.items()}
-                    yield RolloutRow(prompt_key=next(keys), **fields)
-
-
-def _value(cell: Any) -> Any:
-    """Return a cell as an array or a Python value."""
-    if not cell.is_valid or not isinstance(cell, pa.ListScalar):
-        return cell.as_py()
-    return cell.values.to_numpy()
 
 
 def _measure(model: ReplayModel, batch: RolloutBatch) -> dict[str, NDArray[Any]]:

@@ -16,7 +16,7 @@ from rollout.rows import PlanEntry, Rejection
 from rollout.schema import layout
 from rollout.schema.records import CommitRecord, DatasetRecord
 from rollout.schema.sidecars import PLAN_SCHEMA
-from rollout.shard import open_shard
+from rollout.shard import open_shard, row_group_ranges
 from rollout.sidecars import read_plan, read_plan_columns, read_rejected
 from rollout.storage import Storage
 
@@ -121,19 +121,37 @@ class DatasetView:
         """Open a part's shard with page checksums verified; close it after use.
 
         Raises:
-            DatasetError: the record names no shard, or the shard is missing or damaged.
+            DatasetError: the record names no shard, or the shard is missing, damaged, or has other
+                row groups than its record says.
         """
         if record.file is None:
             raise DatasetError(f"part {record.unit}-{record.part}: it holds no rollouts")
         try:
-            return open_shard(self.storage.local_or_stream(record.file))
+            shard = open_shard(self.storage.local_or_stream(record.file))
         except FileNotFoundError as error:
             raise self._lacks(record.file) from error
+        except DatasetError as error:
+            raise DatasetError(f"{record.file}: {error}") from error
+        problem = _other_shard(shard.metadata, record)
+        if problem is not None:
+            shard.close()
+            raise DatasetError(f"{record.file}: {problem}: copy the dataset again")
+        return shard
 
     def _lacks(self, name: str) -> DatasetError:
         return DatasetError(
             f"dataset {self.storage.url}: {name} is missing: copy the dataset again"
         )
+
+
+def _other_shard(footer: pq.FileMetaData, record: CommitRecord) -> str | None:
+    """Say in which way a whole shard is not the one of its record, as far as its footer tells."""
+    if footer.num_rows != record.rows:
+        return f"holds {footer.num_rows} rollouts, its commit record names {record.rows}"
+    expected = [(group.offset, group.size, group.rows) for group in record.row_groups]
+    if row_group_ranges(footer) != expected:
+        return "its row groups are not where its commit record says: it is another shard"
+    return None
 
 
 def read_dataset(storage: Storage) -> DatasetView:

@@ -18,16 +18,23 @@ _COUNTED: Final = ("num_prompt_tokens", "num_tokens", "num_support_entries")
 _COLUMNS: Final = tuple(field.name for field in SCHEMA if field.name not in _COUNTED)
 
 
-def read_full_rows(view: DatasetView, record: CommitRecord) -> Iterator[RolloutRow]:
-    """Yield a part's rollouts in order, one row group in memory at a time.
+def read_full_rows(
+    view: DatasetView, record: CommitRecord, columns: Sequence[str] = _COLUMNS
+) -> Iterator[RolloutRow]:
+    """Yield a part's rollouts in order, one row group in memory at a time; lists are views.
+
+    Args:
+        view: the dataset.
+        record: the part's.
+        columns: fields of the row, at least those without a default; default: all.
 
     Raises:
         DatasetError: the shard is missing or damaged, or is not the one of its record.
     """
     keys = iter(record.row_prompts)
-    for table in read_tables(view, record, _COLUMNS):
+    for table in read_tables(view, record, columns):
         for index in range(table.num_rows):
-            values = {name: _value(table[name][index]) for name in _COLUMNS}
+            values = {name: _value(table[name][index]) for name in columns}
             yield RolloutRow(prompt_key=next(keys), **values)
 
 
@@ -43,7 +50,7 @@ def read_rows(
         columns: columns of the schema.
 
     Raises:
-        DatasetError: the shard is missing or damaged, or holds fewer rows.
+        DatasetError: the shard is missing or damaged, or is not the one of its record.
     """
     with view.open_shard(record) as file:
         first = 0
@@ -56,8 +63,6 @@ def read_rows(
             table = _row_group(file, group, record, columns)
             for index in own:
                 yield {name: _value(table[name][index]) for name in columns}
-    if indices and indices[-1] >= first:
-        raise _other_size(record, first)
 
 
 def read_tables(
@@ -68,16 +73,9 @@ def read_tables(
     Raises:
         DatasetError: the shard is missing or damaged, or is not the one of its record.
     """
-    rows = 0
     with view.open_shard(record) as file:
         for group in range(file.num_row_groups):
-            table = _row_group(file, group, record, columns)
-            rows += table.num_rows
-            if rows > record.rows:
-                break
-            yield table
-    if rows != record.rows:
-        raise _other_size(record, rows)
+            yield _row_group(file, group, record, columns)
 
 
 def _row_group(
@@ -87,13 +85,6 @@ def _row_group(
         return file.read_row_group(group, columns=list(columns))
     except (pa.ArrowException, OSError) as error:
         raise DatasetError(f"{record.file}: damaged, copy the dataset again: {error}") from error
-
-
-def _other_size(record: CommitRecord, rows: int) -> DatasetError:
-    return DatasetError(
-        f"{record.file}: holds {rows} rollouts, its commit record names {record.rows}: copy the "
-        "dataset again"
-    )
 
 
 def _value(scalar: Any) -> Any:

@@ -11,11 +11,12 @@ from typing import Any, Final
 import polars as pl
 
 from rollout.dataset import DatasetView, DatasetWriter, read_dataset
-from rollout.errors import InputError, OutputError
+from rollout.errors import DatasetError, InputError, OutputError
 from rollout.full_rows import read_full_rows
 from rollout.rows import Rejection, RolloutRow
 from rollout.schema.records import CommitRecord
 from rollout.storage import Storage
+from rollout.verify_shard import check_bytes
 
 _VALUES: Final = ("reward", "advantage")
 _NAMED: Final = 5
@@ -73,7 +74,8 @@ def join_values(
 
     Raises:
         InputError: the table can't be read, lacks a column, repeats an id or holds NaN.
-        DatasetError: the dataset can't be read, or a shard is missing or damaged.
+        DatasetError: the dataset can't be read, a shard is missing or not as it was committed, or
+            the plan lacks a prompt.
         OutputError: the output holds something else, or can't be written.
     """
     table, digest = _read_values(values)
@@ -87,10 +89,12 @@ def join_values(
     writer.append_plan(view.plan)
     given = {row[0]: row[1:] for row in table.iter_rows()}
     names = table.columns[1:]
+    units = {entry.prompt_key: entry.unit for entry in view.plan}
     seen: set[str] = set()
     left: list[str] = []
     matched = 0
     for commit in view.commits:
+        _check_part(view, commit, units)
         writer.engine = dict(commit.engine)
         rows = []
         for row in _rows_of(view, commit):
@@ -114,6 +118,20 @@ def join_values(
         without_values=tuple(left),
         unknown_ids=tuple(one for one in given if one not in seen),
     )
+
+
+def _check_part(view: DatasetView, commit: CommitRecord, units: Mapping[str, str]) -> None:
+    """Raise DatasetError where a part is not what was committed: the copy would vouch for it."""
+    problem = None
+    if any(units.get(key) != commit.unit for key in commit.prompt_keys):
+        problem = f"the plan lacks prompts of unit {commit.unit}"
+    elif commit.file is not None:
+        try:
+            check_bytes(view.storage, commit)
+        except DatasetError as error:
+            problem = f"{commit.file} {error}"
+    if problem is not None:
+        raise DatasetError(f"dataset {view.storage.url}: {problem}: copy the dataset again")
 
 
 def _rows_of(view: DatasetView, commit: CommitRecord) -> Iterator[RolloutRow]:

@@ -23,6 +23,7 @@ from rollout.batch import RolloutBatch
 from rollout.config import ModelConfig
 from rollout.dataset_view import read_dataset
 from rollout.errors import TrainingError
+from rollout.full_rows import read_tables
 from rollout.head import Normaliser
 from rollout.loader import RolloutLoader
 from rollout.losses import LossMetrics, compute_loss
@@ -287,7 +288,6 @@ def mean_reward(path: str | Path) -> float:
     view = read_dataset(Storage.open(path))
     rewards: list[float] = []
     for record in view.shards:
-        with view.open_shard(record) as shard:
-            column = shard.read(columns=["reward"])["reward"]
-        rewards += column.drop_null().to_pylist()
+        for table in read_tables(view, record, ["reward"]):
+            rewards += table["reward"].drop_null().to_pylist()
     return sum(rewards) / len(rewards) if rewards else math.nan

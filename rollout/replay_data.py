@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from rollout.dataset_view import DatasetView
 from rollout.errors import DatasetError
+from rollout.full_rows import read_tables
 from rollout.model_files import ModelFiles
 
 _SHOWN = 12  # characters of a digest in a message
@@ -60,14 +61,11 @@ def check_advantages(view: DatasetView, advantage: str) -> None:
         advantage: the loader's rule: `column` reads that column, others compare rewards in groups.
 
     Raises:
-        DatasetError: no row has a value, or all advantages are zero.
+        DatasetError: no row has a value, all advantages are zero, or a shard is missing or damaged.
     """
     name = "advantage" if advantage == "column" else "reward"
     columns = ["group_id", name]
-    tables = []
-    for record in view.shards:
-        with view.open_shard(record) as shard:
-            tables.append(shard.read(columns=columns))
+    tables = [table for record in view.shards for table in read_tables(view, record, columns)]
     url, num_rows = view.storage.url, sum(table.num_rows for table in tables)
     if not num_rows:
         raise DatasetError(f"dataset {url} holds no rollouts: nothing was committed yet")

@@ -153,7 +153,7 @@ def write_shard(
         file.writelines(parts)
     _compare(path, parts, tables)
     with path.open("rb") as file:
-        ranges = _row_group_ranges(pq.read_metadata(file))
+        ranges = row_group_ranges(pq.read_metadata(file))
         size, sha256, digests = _digest(file, [(start, size) for start, size, _ in ranges])
         footer_blake3 = digests.pop()
     return ShardInfo(
@@ -248,7 +248,7 @@ def verify_shard(source: Path | IO[bytes], expected: ShardDigest) -> None:
     shard = open_shard(source)
     if not shard.schema_arrow.equals(SCHEMA, check_metadata=True):
         raise DatasetError("shard: its schema is not the one of its format version")
-    ranges = _row_group_ranges(shard.metadata)
+    ranges = row_group_ranges(shard.metadata)
     found = [(start, length, rows) for start, length, rows in ranges]
     wanted = [(group.offset, group.size, group.rows) for group in expected.row_groups]
     if found != wanted:
@@ -334,7 +334,7 @@ def _lengths(column: Any) -> Any:
     ]
 
 
-def _row_group_ranges(metadata: Any) -> list[tuple[int, int, int]]:
+def row_group_ranges(metadata: Any) -> list[tuple[int, int, int]]:
     """First byte, bytes and rows of every row group."""
     ranges = []
     for index in range(metadata.num_row_groups):

@@ -140,13 +140,10 @@ class ShardScan:
                     frame = pl.DataFrame(file.read_row_group(group, columns=self._columns))
                     own = keys[first : first + len(frame)]
                     first += len(frame)
-                    if len(own) != len(frame):
-                        break
                     frames.append(frame.with_columns(pl.Series("prompt_key", own, pl.String)))
         except (pa.ArrowException, OSError, DatasetError) as error:
-            return " ".join(str(error).splitlines()) or type(error).__name__
-        if first != len(keys):
-            return f"holds {first} rollouts, its commit record names {len(keys)}"
+            problem = " ".join(str(error).splitlines()) or type(error).__name__
+            return problem.removeprefix(f"{record.file}: ")
         return frames
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -181,6 +182,18 @@ def test_untruncated_rows_are_named_and_take_no_part_in_the_kept_mass(
     assert report.by_support[-1].tokens == top.token_ids.size
     assert report.unreplayed.tokens == sum(row.token_ids.size for row in rows)
     assert agree(tmp_path / "data", folder, max_rollouts=3).rollouts == 3
+
+
+def test_a_damaged_shard_is_named(
+    recorded: tuple[Path, Path, list[Sampled]], tmp_path: Path
+) -> None:
+    model, data, _ = recorded
+    (shard,) = Path(shutil.copytree(data, tmp_path / "data"), "data").iterdir()
+    content = bytearray(shard.read_bytes())
+    content[100] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(DatasetError, match=f"data/{shard.name}: damaged, copy the dataset again"):
+        agree(tmp_path / "data", model)
 
 
 def test_the_command_takes_the_options_of_a_storage(
