@@ -135,12 +135,14 @@ class Leases:
                     self._write(unit, now)
 
     def release(self, unit: str) -> None:
-        """Give a lease back; one that is not held any more is left alone."""
-        with self._lock:
-            self._held.pop(unit, None)
-            other = self.holder(unit)
-            if other is not None and other.owner == self.owner:
-                self._storage.delete(lease_name(unit))
+        """Give a lease back; one that is not held any more is left alone.
+
+        What can't be given back expires: an output that is out for so long is no error here.
+        """
+        try:
+            self._give_back(unit)
+        except RolloutError as error:
+            _log.warning("unit %s: its lease is left to expire: %s", unit, error)
 
     def start_renewing(self) -> None:
         """Renew from a thread until `close`: the job may be busy for longer than a lease holds."""
@@ -154,7 +156,7 @@ class Leases:
             self._thread.join()
         for unit in list(self._held):
             try:
-                self.release(unit)
+                self._give_back(unit)
             except RolloutError as error:
                 _log.warning("unit %s: its lease is left to expire: %s", unit, error)
                 return
@@ -181,6 +183,13 @@ class Leases:
         except (ValueError, KeyError, TypeError):
             # not readable as a lease: treated as one that expired long ago
             return Lease(owner="unknown", expires_at=0.0)
+
+    def _give_back(self, unit: str) -> None:
+        with self._lock:
+            self._held.pop(unit, None)
+            other = self.holder(unit)
+            if other is not None and other.owner == self.owner:
+                self._storage.delete(lease_name(unit))
 
     def _write(self, unit: str, now: float) -> None:
         self._storage.write_bytes(lease_name(unit), self._lease(now))

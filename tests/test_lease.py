@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from dataset_tools import STORAGES, new_storage
 from fake_store import FakeStore
 
+from rollout.errors import OutputError
 from rollout.lease import Leases, has_died, process_name
 from rollout.storage import Storage
 
@@ -82,9 +85,154 @@ def test_renewed_leases_last(storage: Storage, clock: Clock) -> None:
     assert sorted(a.held) == ["u0"]
 
 
-def test_a_damaged_lease_counts_as_expired(storage: Storage, clock: Clock) -> None:
-    storage.write_bytes("_lease/u0", b"{")
+def test_a_lease_ends_at_its_time_and_is_free_then(storage: Storage, clock: Clock) -> None:
+    a, b = leases(storage, clock, "a"), leases(storage, clock, "b")
+    assert b.is_free("u0")
+    assert a.acquire("u0")
+    assert not a.is_free("u0")  # of its owner, too
+    clock.now += 60
+    assert a.is_free("u0")
+    assert b.acquire("u0")
+
+
+def test_one_that_is_held_is_taken_anew(storage: Storage, clock: Clock) -> None:
+    a, b = leases(storage, clock, "a"), leases(storage, clock, "b")
+    assert a.acquire("u0")
+    clock.now += 50
+    assert a.acquire("u0")
+    clock.now += 50
+    assert not b.acquire("u0")
+
+
+def test_leases_are_written_again_after_a_third_of_their_time(
+    storage: Storage, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[float] = []
+    stock = Storage.write_bytes
+
+    def write(self: Storage, name: str, data: bytes) -> None:
+        written.append(clock.now)
+        stock(self, name, data)
+
+    monkeypatch.setattr(Storage, "write_bytes", write)
+    a = leases(storage, clock, "a")
+    assert a.acquire("u0")
+    for _ in range(8):
+        clock.now += 7
+        a.renew()
+    assert written == [1_021.0, 1_042.0]
+
+
+def test_one_that_was_given_back_is_not_renewed(storage: Storage, clock: Clock) -> None:
+    a, b = leases(storage, clock, "a"), leases(storage, clock, "b")
+    assert a.acquire("u0")
+    a.release("u0")
+    assert a.held == frozenset()
+    clock.now += 30
+    a.renew()
+    assert b.holder("u0") is None
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def fail(*_: object) -> None:
+    raise OutputError("the output is out")
+
+
+def test_a_thread_renews_until_the_end_whatever_fails(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    a = Leases(storage, seconds=0.04, owner="a")
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage, "write_bytes", fail)
+        assert a.acquire("u0")
+        first = a.holder("u0")
+        a.start_renewing()
+        wait_for(lambda: "leases can't be renewed: the output is out" in caplog.text)
+    wait_for(lambda: a.holder("u0") != first)
+    a.close()
+    assert a._thread is not None
+    assert not a._thread.is_alive()
+    assert a.holder("u0") is None
+    assert a.held == frozenset()
+
+
+@pytest.mark.parametrize("call", ["release", "close"])
+def test_what_can_not_be_given_back_expires(
+    storage: Storage,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    call: str,
+) -> None:
+    a, b = leases(storage, clock, "a"), leases(storage, clock, "b")
+    assert a.acquire("u0")
+    assert a.acquire("u1")
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage, "delete", fail)
+        if call == "release":
+            a.release("u0")
+        else:
+            a.close()  # an output that is out is asked once
+    assert caplog.text.count("its lease is left to expire: the output is out") == 1
+    a.renew()
+    assert not b.acquire("u0")
+    clock.now += 60
+    assert b.acquire("u0")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"{",
+        b"\xff",
+        b"[]",
+        b"7",
+        b'{"owner": "b"}',
+        b'{"expires_at": 1e9}',
+        b'{"owner": "b", "expires_at": null}',
+        b'{"owner": "b", "expires_at": "soon"}',
+    ],
+)
+def test_a_damaged_lease_counts_as_expired(storage: Storage, clock: Clock, data: bytes) -> None:
+    storage.write_bytes("_lease/u0", data)
     assert leases(storage, clock, "a").acquire("u0")
+
+
+def test_the_lease_of_a_process_that_has_died_is_free(storage: Storage, clock: Clock) -> None:
+    a, b = leases(storage, clock, "a"), leases(storage, clock, "b")
+    assert a.acquire("u0")
+    lease = json.loads(storage.read_bytes("_lease/u0"))
+    assert lease["process"] == process_name()
+    lease["process"] = lease["process"] + "0"  # started later: another one with this number
+    storage.write_bytes("_lease/u0", json.dumps(lease).encode())
+    assert b.is_free("u0")
+    assert b.acquire("u0")
+
+
+def test_only_processes_of_this_boot_and_namespace_are_known_to_have_died() -> None:
+    boot, space, number, started = process_name().split(" ")
+    assert has_died(f"{boot} {space} {number} {started}0")
+    assert not has_died(f"{boot}0 {space} {number} {started}0")
+    assert not has_died(f"{boot} {space}0 {number} {started}0")
+
+
+def test_the_name_of_a_program_may_hold_anything() -> None:
+    name = "a) S 1 (b"
+    script = f"open('/proc/self/comm', 'w').write({name!r}); print(flush=True); input()"
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        stat = Path(f"/proc/{child.pid}/stat").read_text()
+        assert f"({name})" in stat
+        assert process_name(child.pid).split(" ")[3] == stat.split(name)[1].split()[20]
+        child.communicate(b"\n")
 
 
 def test_owners_differ_by_default(storage: Storage) -> None:
