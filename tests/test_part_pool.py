@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -18,12 +20,14 @@ import pytest
 from synthetic import make_row
 
 from rollout import part_pool
-from rollout.errors import RolloutError
+from rollout.errors import DatasetError, RolloutError
 from rollout.part_pool import PartPool
+from rollout.part_process import serve
 from rollout.part_template import PartTemplate
-from rollout.part_wire import pack_rows, unpack_rows
+from rollout.part_wire import pack_rows, receive, send, unpack_rows
 from rollout.part_work import BadRow, write_verified
 from rollout.rows import RolloutRow
+from rollout.shard import ShardInfo
 from rollout.spool import SpoolReader, SpoolWriter, StepBlock
 from rollout.spool_entries import SpooledEntries
 
@@ -96,7 +100,15 @@ def sample_rows() -> list[RolloutRow]:
         for prompt in range(3)
         for sample in range(2)
     ]
-    rows[1] = dataclasses.replace(rows[1], text="ünïcöde\n", reward=0.5, metadata='{"a": 1}')
+    rows[1] = dataclasses.replace(
+        rows[1],
+        text="ünïcöde\n",
+        reward=0.5,
+        advantage=-0.5,
+        metadata='{"a": 1}',
+        policy_step=7,
+        stop_reason="\n\n",
+    )
     return rows
 
 
@@ -156,8 +168,60 @@ def test_a_spool_that_is_cut_short_is_the_same_error(pool: PartPool, tmp_path: P
         pass
 
 
+def answers(*requests: tuple[dict[str, Any], bytes]) -> list[dict[str, Any]]:
+    """What a process that writes parts answers to these."""
+    asked, answered = io.BytesIO(), io.BytesIO()
+    for head, body in requests:
+        send(asked, head, body)
+    asked.seek(0)
+    serve(asked, answered)
+    answered.seek(0)
+    return [receive(answered)[0] for _ in requests]
+
+
+def test_a_process_tells_what_went_wrong_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = [
+        DatasetError("shard: damaged"),
+        OSError(28, "No space left on device", "x"),
+        OSError("cut short"),
+        ZeroDivisionError("a bug"),
+    ]
+
+    def write(*_: object, **__: object) -> ShardInfo:
+        raise errors.pop(0)
+
+    monkeypatch.setattr("rollout.part_work.write_shard", write)
+    load = {"do": "load"}, pack_rows(sample_rows()[:1]).to_pybytes()
+    head = {"do": "write", "path": str(tmp_path / "x"), "order": [0], "fingerprint": FINGERPRINT}
+    ask = head | {"row_group_bytes": 4000}, b""
+    assert answers(load, ask, ask, ask, ask, ({"do": "drop"}, b""), ask) == [
+        {"bad": []},
+        {"dataset_error": "shard: damaged"},
+        {"os_error": [28, "No space left on device", "x"]},
+        {"os_error": ["cut short"]},
+        {"error": "ZeroDivisionError: a bug"},
+        {},
+        {"error": "AssertionError: "},  # nothing is held any more
+    ]
+
+
+def test_a_message_that_ends_early_is_the_end() -> None:
+    whole = io.BytesIO()
+    send(whole, {"do": "load"}, b"body")
+    data = whole.getvalue()
+    assert receive(io.BytesIO(data)) == ({"do": "load"}, b"body")
+    for length in range(len(data)):
+        with pytest.raises(EOFError):
+            receive(io.BytesIO(data[:length]))
+
+
 def test_rows_travel_bit_for_bit(tmp_path: Path) -> None:
-    rows = sample_rows()
+    rows = [*sample_rows(), make_row("wide", lengths=[1, 40_000, 1]), make_row("empty", lengths=[])]
+    for field in dataclasses.fields(RolloutRow):
+        if field.name != "stored_entries":
+            assert any(getattr(row, field.name) is not None for row in rows), field.name
     for given in (rows, spooled(rows, tmp_path)):
         for found, row in zip(unpack_rows(pack_rows(given).to_pybytes()), rows, strict=True):
             if found.stored_entries is not None:
