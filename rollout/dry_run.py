@@ -7,11 +7,11 @@ from typing import Any
 
 import yaml
 
+from rollout.commits import dataset_exists, find_record
 from rollout.config import JobConfig
-from rollout.dataset import dataset_exists
 from rollout.engine_args import engine_arguments
 from rollout.prompts import Prompt, read_prompts
-from rollout.resolve import resolve_job
+from rollout.resolve import other_reward, resolve_job
 from rollout.rows import Rejection
 from rollout.storage import Storage
 
@@ -28,12 +28,14 @@ def describe_job(config: JobConfig) -> str:
     output = config.output
     storage = Storage.open(output.path, output.storage_options, retry_seconds=output.retry_seconds)
     storage.probe()
-    exists = dataset_exists(storage, job.record)
+    there = find_record(storage) if dataset_exists(storage, job.record) else None
+    other = None if there is None else other_reward(there, job.record)
     effective = config.model_dump(mode="json")
     for section in ("prompts", "output"):
         effective[section].pop("storage_options")
     sections: dict[str, Any] = {
-        "output": "goes on with the dataset there" if exists else "starts a dataset",
+        "output": "starts a dataset" if there is None else "goes on with the dataset there",
+        **({} if other is None else {"reward": other}),
         "fingerprint": job.record.fingerprint,
         "job": effective,
         "model": job.files.record(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 
 from rollout.config import JobConfig, OutputConfig
@@ -11,12 +12,14 @@ from rollout.errors import RolloutError, StoppedError
 from rollout.lease import Leases
 from rollout.pending import PendingParts
 from rollout.progress import Progress
-from rollout.resolve import ResolvedJob, resolve_job
+from rollout.resolve import ResolvedJob, other_reward, resolve_job
 from rollout.run import Run
 from rollout.spool_folder import spool_folder
 from rollout.stop import StopSignals
 from rollout.storage import Storage
 from rollout.summary import Summary
+
+_log = logging.getLogger(__name__)
 
 
 def generate(
@@ -89,6 +92,9 @@ def _run(
         writer = DatasetWriter.open(storage, job.record)
     if show_progress and writer.ledger.num_covered:
         print(_what_is_there(job.config, writer), file=sys.stderr)
+    other = other_reward(writer.record, job.record) if writer.ledger.num_covered else None
+    if other is not None:
+        _log.warning("reward: %s", other)
     pending = None
     if storage.outlives_process:
         pending = PendingParts.of(

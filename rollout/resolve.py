@@ -98,6 +98,28 @@ def fingerprint_inputs(
     }
 
 
+def other_reward(there: DatasetRecord, now: DatasetRecord) -> str | None:
+    """Say that a dataset was begun with another reward function, which no fingerprint holds.
+
+    Args:
+        there: the dataset's record.
+        now: the job's.
+    """
+    before, after = (record.provenance.get("reward") or {} for record in (there, now))
+    if (before.get("digest"), _function(before)) == (after.get("digest"), _function(after)):
+        return None
+    changed = before.get("name") == after.get("name")
+    what = f"{before.get('name', 'no function')}{' as it was then' if changed else ''}"
+    return (
+        f"the rollouts there were scored by {what}, new ones are by "
+        f"{after.get('name', 'no function')}: what is there stays, `rollout join` replaces it"
+    )
+
+
+def _function(reward: dict[str, Any]) -> str:
+    return str(reward.get("name", "")).rpartition(":")[2]
+
+
 def inherited_stop_ids(folder: Path) -> tuple[int, ...]:
     """Read the end-of-sequence ids of a checkpoint's generation_config.json, its only lasting word.
 

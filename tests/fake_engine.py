@@ -180,7 +180,9 @@ def _resolve(config: JobConfig, reward: Callable[..., float] | None) -> Any:
         reward=None if reward is None else SimpleNamespace(function=reward, name="reward"),
         stop_ids=(),
         record=DatasetRecord(
-            fingerprint=fingerprint_of(inputs), fingerprint_inputs=inputs, provenance={}
+            fingerprint=fingerprint_of(inputs),
+            fingerprint_inputs=inputs,
+            provenance={"reward": reward and {"name": f"task.py:{reward.__name__}", "digest": ""}},
         ),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,13 @@ from rollout.pipeline import generate
 from rollout.summary import Summary
 
 
-def _run(tmp_path: Path, reward: Callable[..., Any]) -> tuple[Summary, list[float | None]]:
+def _run(
+    tmp_path: Path, reward: Callable[..., Any], samples: int = 1
+) -> tuple[Summary, list[float | None]]:
     prompts = write_ids(tmp_path / "prompts.jsonl", 3)
     with fake_engine(reward=reward):
-        summary = generate(fake_job(prompts, tmp_path / "out"), show_progress=False)
+        job = fake_job(prompts, tmp_path / "out", sampling={"n": samples})
+        summary = generate(job, show_progress=False)
     found = pl.read_parquet(f"{tmp_path}/out/data/*.parquet").sort("prompt_id")
     return summary, found["reward"].to_list()
 
@@ -67,3 +71,21 @@ def test_numbers_of_any_kind_are_taken(tmp_path: Path, value: Any, expected: flo
     summary, rewards = _run(tmp_path, lambda row, text, ids: value)
     assert rewards == [expected] * 3
     assert summary.reward_errors == 0
+
+
+def test_rewards_of_two_functions_are_not_mixed_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def one(row: dict[str, Any], text: str, ids: list[int]) -> float:
+        return 1.0
+
+    def two(row: dict[str, Any], text: str, ids: list[int]) -> float:
+        return 2.0
+
+    _run(tmp_path, one)
+    _run(tmp_path, one)
+    assert caplog.messages == []
+    _, rewards = _run(tmp_path, two, samples=2)
+    assert Counter(rewards) == {1.0: 3, 2.0: 3}
+    (said,) = caplog.messages
+    assert "the rollouts there were scored by task.py:one, new ones are by task.py:two" in said

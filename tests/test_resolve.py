@@ -1,4 +1,4 @@
-"""What a checkpoint's generation_config.json still decides: where a rollout ends."""
+"""What a checkpoint's generation_config.json still decides, and what no fingerprint holds."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from rollout.errors import InputError
-from rollout.resolve import inherited_stop_ids
+from rollout.resolve import inherited_stop_ids, other_reward
+from rollout.schema.records import DatasetRecord
 
 
 @pytest.mark.parametrize(
@@ -37,3 +38,28 @@ def test_stop_ids_that_are_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(InputError, match=r"generation_config\.json"):
         inherited_stop_ids(tmp_path)
+
+
+def _scored_by(reward: tuple[str, str] | None) -> DatasetRecord:
+    named = reward and dict(zip(("name", "digest"), reward, strict=True))
+    return DatasetRecord(fingerprint="", fingerprint_inputs={}, provenance={"reward": named})
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (None, None, None),
+        (("task.py:f", "1"), ("task.py:f", "1"), None),
+        (("task.py:f", "1"), ("/home/me/task.py:f", "1"), None),
+        (("task.py:f", "1"), ("task.py:g", "1"), "by task.py:f, new ones are by task.py:g: "),
+        (("a.py:f", "1"), ("b.py:f", "2"), "by a.py:f, new ones are by b.py:f: "),
+        (("a.py:f", "1"), ("a.py:f", "2"), "by a.py:f as it was then, new ones are by a.py:f: "),
+        (None, ("a.py:f", "1"), "by no function, new ones are by a.py:f: "),
+        (("a.py:f", "1"), None, "by a.py:f, new ones are by no function: "),
+    ],
+)
+def test_another_reward_function(
+    before: tuple[str, str] | None, after: tuple[str, str] | None, said: str | None
+) -> None:
+    found = other_reward(_scored_by(before), _scored_by(after))
+    assert found is None if said is None else found is not None and said in found
