@@ -218,6 +218,8 @@ def _expected(item: Any, section: type[BaseModel] | None) -> str:
         return "a mapping"
     if kind == "tuple_type":
         return "a list"
+    if kind in ("too_short", "string_too_short"):
+        return "one entry or more" if kind == "too_short" else "text that is not empty"
     if kind == "string_type" and isinstance(value, (bool, int, float)):
         why = ": YAML reads unquoted yes, no, on and off as booleans" if value in (0, 1) else ""
         return f"text; put it in quotes{why if isinstance(value, bool) else ''}"
