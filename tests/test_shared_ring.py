@@ -43,7 +43,9 @@ def make_layout(**sizes: Any) -> RingLayout:
     return replace(layout, **sizes)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"capacity": 1000}, {"capacity": 513}, {"slots": 240}])
+@pytest.mark.parametrize(
+    "sizes", [{}, {"capacity": 1000}, {"capacity": 513}, {"max_rows": 100}, {"slots": 240}]
+)
 def test_no_part_of_the_ring_lies_over_another(sizes: dict[str, int]) -> None:
     ring = SharedRing.create(make_layout(**sizes))
     parts: list[npt.NDArray[Any]] = [ring.words, ring.ready]
@@ -63,6 +65,7 @@ def test_no_part_of_the_ring_lies_over_another(sizes: dict[str, int]) -> None:
     ring.error = None
     assert ring.error is None
     assert ring.entries(0).size == ring.layout.capacity
+    assert ring._rows[0].ids.size >= 256 * ring.layout.max_rows
 
 
 @pytest.mark.parametrize("slots", [0, 241])

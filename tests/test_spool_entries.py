@@ -1,5 +1,6 @@
 """Entries stay in the spool as long as somebody needs them, and no longer."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ from assemble_cases import PAIR, block, feed, needed, open_spool, pack, row, spo
 from rollout import spool
 from rollout.assemble import Assembler, CapturedTokens
 from rollout.capture.request import SKIP
-from rollout.spool_entries import SEGMENT_BITS, load_entries, segment_name
+from rollout.spool_entries import SEGMENT_BITS, HeldSegments, load_entries, segment_name
 
 
 @pytest.fixture(autouse=True)
@@ -110,3 +111,67 @@ def test_entries_are_read_in_the_order_asked_for(tmp_path: Path, width: int, wit
     addresses = ((which + 7).astype(np.int64) << SEGMENT_BITS) + 8 * places
     found = load_entries(tmp_path, addresses, counts)
     assert found.tolist() == [entry for part in expected for entry in part]
+
+
+def put(folder: Path, *segments: list[int]) -> None:
+    """Write segments of these entries, numbered from 0."""
+    for index, entries in enumerate(segments):
+        (folder / segment_name(index)).write_bytes(np.array(entries, np.uint64).tobytes())
+
+
+def test_a_token_without_entries_needs_no_segment(tmp_path: Path) -> None:
+    put(tmp_path, [1, 2, 3])
+    gone = 9 << SEGMENT_BITS
+    for counts in ([0, 2, 0], [0, 0, 0]):
+        found = load_entries(tmp_path, np.array([gone, 8, gone]), np.array(counts, np.int32))
+        assert found.tolist() == [2, 3][: sum(counts)]
+
+
+def test_segments_are_closed_again(tmp_path: Path) -> None:
+    put(tmp_path, list(range(600)), [7])
+    before = len(os.listdir("/proc/self/fd"))
+    for width in (2, 600):  # read together, and each by itself
+        addresses = np.array([0, 1 << SEGMENT_BITS])
+        found = load_entries(tmp_path, addresses, np.array([width, 1], np.int32))
+        assert found.tolist() == [*range(width), 7]
+    with pytest.raises(OSError, match="a segment ends"):
+        load_entries(tmp_path, np.array([8]), np.array([600], np.int32))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_the_disk_does_not_take_is_not_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, [1, 2, 3, 4])
+    segments = HeldSegments(tmp_path)
+    segments.hold(0, 16)
+    segments.seal(0, 32)
+    assert segments.sparse(0.6) == [0]
+    stock = Path.write_bytes
+
+    def full(path: Path, data: memoryview) -> int:
+        stock(path, bytes(data)[:8])
+        raise OSError(28, "No space left on device")
+
+    addresses, counts = np.array([8]), np.array([2], np.int32)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        with pytest.raises(OSError, match="No space left"):
+            segments.move(addresses, counts)
+    assert [path.name for path in tmp_path.iterdir()] == [segment_name(0)]
+    assert load_entries(tmp_path, addresses, counts).tolist() == [2, 3]
+    assert segments.num_bytes == 32
+    moved = segments.move(addresses, counts)
+    assert load_entries(tmp_path, moved, counts).tolist() == [2, 3]
+    assert segments.num_bytes == 16
+    assert not (tmp_path / segment_name(0)).exists()
+
+
+def test_a_folder_that_is_gone_with_the_job_is_no_error(tmp_path: Path) -> None:
+    put(tmp_path, [1, 2])
+    segments = HeldSegments(tmp_path)
+    segments.hold(0, 16)
+    segments.seal(0, 16)
+    (tmp_path / segment_name(0)).unlink()
+    segments.release(np.array([0]), np.array([2], np.int32))
+    assert segments.num_bytes == 0

@@ -1,8 +1,10 @@
 """When finished rollouts are committed."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from synthetic import make_record, make_rejection, make_row, plan
 
@@ -10,6 +12,7 @@ from rollout.config import OutputConfig
 from rollout.dataset import DatasetWriter, read_dataset
 from rollout.errors import OutputError
 from rollout.rows import Rejection, RolloutRow
+from rollout.spool_entries import HeldSegments, SpooledEntries
 from rollout.storage import Storage
 from rollout.units import UnitBuffers
 
@@ -27,7 +30,8 @@ class Clock:
 class Case:
     """Buffers over a dataset that plans a, b, c for u0 and d, e for u1.
 
-    Parts are noted as `unit: rollouts | rejected`, and committed unless `fails`.
+    Parts are noted as `unit: rollouts | rejected`, and committed unless `fails`; units that are
+    done with how many parts there were.
     """
 
     def __init__(self, folder: Path, **config: Any) -> None:
@@ -36,9 +40,15 @@ class Case:
         self.writer = DatasetWriter.open(self.storage, make_record())
         self.writer.append_plan([*plan("u0", "a", "b", "c"), *plan("u1", "d", "e")])
         self.parts: list[str] = []
+        self.done: list[tuple[str, int]] = []
         self.fails = False
         values = {"path": "x", "flush_seconds": 60} | config
-        self.units = UnitBuffers(self._commit, OutputConfig.model_validate(values), self.clock)
+        self.units = UnitBuffers(
+            self._commit,
+            OutputConfig.model_validate(values),
+            self.clock,
+            done=lambda unit: self.done.append((unit, len(self.parts))),
+        )
 
     def _commit(self, unit: str, rows: list[RolloutRow], rejected: list[Rejection]) -> None:
         if self.fails:
@@ -79,6 +89,7 @@ def test_a_unit_is_committed_once_nothing_of_it_is_in_flight(case: Case) -> None
     assert case.parts == ["u0: b.0 a.0 c.0 | 0"]
     assert units.num_bytes == 0
     assert case.stored() == {("a", 0), ("b", 0), ("c", 0)}
+    assert case.done == [("u0", 1)]
 
 
 def test_an_open_unit_waits_even_with_nothing_in_flight(case: Case) -> None:
@@ -117,6 +128,7 @@ def test_an_empty_unit_is_no_part(case: Case) -> None:
     case.units.open("u0")
     case.units.close("u0")
     assert case.parts == []
+    assert case.done == [("u0", 0)]
 
 
 def test_units_do_not_wait_for_each_other(case: Case) -> None:
@@ -229,10 +241,43 @@ def test_what_could_not_be_handed_over_at_the_end_is_tried_again_once(
     case.units._take_part = first_only
     with pytest.raises(OutputError, match="disk is full"):
         case.units.hurry(16)
+    assert case.units.num_bytes == 2 * case.run("u0", "a", lengths=[70_000]).memory_bytes
     case.fails = False
     case.units._take_part = taken
     case.units.flush()
     assert case.parts == ["u0: a.0 a.1 | 0", "u0: a.2 a.3 | 0"]
+
+
+def test_the_last_parts_are_not_larger_than_those_before(tmp_path: Path) -> None:
+    case = Case(tmp_path, shard_bytes=2**20)
+    case.units.open("u0")
+    case.units.hurry(1)
+    for index in range(2):
+        case.units.add("u0", case.run("u0", "a", index, lengths=[70_000]))
+    assert case.parts == ["u0: a.0 a.1 | 0"]
+
+
+def test_a_large_rollout_behind_small_ones_leaves_no_part_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout.units._LEAST_LAST_BYTES", 2**20)
+    case = Case(tmp_path)
+    case.units.open("u0")
+    for index, lengths in enumerate(([10], [10], [150_000, 150_000])):
+        case.units.add("u0", case.run("u0", "a", index, lengths=lengths))
+    case.units.hurry(16)
+    assert case.parts == ["u0: a.0 a.1 | 0", "u0: a.2 | 0"]
+
+
+def test_entries_that_are_in_the_spool_take_no_memory(case: Case, tmp_path: Path) -> None:
+    row = case.run("u0", "a", lengths=[1000])
+    counts = np.array([1000], np.int32)
+    stored = SpooledEntries(
+        segments=HeldSegments(tmp_path), addresses=np.zeros(1, np.int64), counts=counts
+    )
+    case.units.open("u0")
+    case.units.add("u0", dataclasses.replace(row, support_entries=None, stored_entries=stored))
+    assert case.units.num_bytes == row.num_bytes - 8000
 
 
 def test_the_last_rollout_of_a_unit_may_fill_a_shard(tmp_path: Path) -> None:
