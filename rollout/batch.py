@@ -127,7 +127,12 @@ class RolloutBatch:
 
         Returns:
             The rectangle, and where in it each scored token is predicted.
+
+        Raises:
+            ValueError: the side is neither `left` nor `right`.
         """
+        if side not in ("left", "right"):
+            raise ValueError(f"side is {side!r}, expected left or right")
         starts = self.cu_seqlens[:-1].long()
         lengths = self.cu_seqlens.diff().long()
         num_rows, width = lengths.shape[0], self.max_seqlen

@@ -23,6 +23,9 @@ class Cursor(NamedTuple):
     """Micro-batches of the step that are taken, over all ranks."""
 
 
+_KEYS: Final = ("datasets", "settings", "where", *Cursor._fields)
+
+
 def make_state(
     datasets: Sequence[PinnedDataset],
     config: LoaderConfig,
@@ -71,12 +74,17 @@ def read_state(
 
     Raises:
         DatasetError: another dataset, or a shard of the state is gone or another one.
-        ConfigError: another version of the state, or other settings.
+        ConfigError: no state, another version of one, or other settings.
     """
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"loader state is {state!r:.80}, expected what state_dict() returned")
     if state.get("version") != STATE_VERSION:
         raise ConfigError(
             f"loader state has version {state.get('version')}, expected {STATE_VERSION}"
         )
+    missing = [name for name in _KEYS if name not in state]
+    if missing:
+        raise ConfigError(f"loader state has no {missing[0]}, expected what state_dict() returned")
     if len(state["datasets"]) != len(datasets):
         raise ConfigError(
             f"loader state is of {len(state['datasets'])} datasets, expected {len(datasets)}"

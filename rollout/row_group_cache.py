@@ -13,6 +13,8 @@ from typing import Final
 
 from blake3 import blake3
 
+from rollout.errors import ConfigError
+
 _log = logging.getLogger(__name__)
 
 _OWN_NAME: Final = re.compile(r"[0-9a-f]{64}(\.[0-9a-f]{32}\.part)?")
@@ -31,6 +33,9 @@ class RowGroupCache:
         folder: made where it is missing.
         max_bytes: most bytes of all files. Several processes may exceed it for a while, each by
             1/64 of it.
+
+    Raises:
+        ConfigError: the folder can't be made.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -39,7 +44,11 @@ class RowGroupCache:
         self._room = 0
         self._lock = threading.Lock()
         self._writes = True
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = error.strerror or error
+            raise ConfigError(f"cache_folder {folder} can't be made: {reason}") from error
 
     def get(self, digest: str) -> bytes | None:
         """Return a row group, or None; a damaged one is removed."""

@@ -108,6 +108,11 @@ def test_u22_shifted_logits_change_the_loss(layout: Any, shift: int) -> None:
     assert abs(float(moved) - sum(HAND) / 8) > 1e-3
 
 
+def test_a_side_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ValueError, match="side is 'longest', expected left or right"):
+        u22_batch().padded("longest")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_u22_shifted_labels_are_refused(shift: int) -> None:
     batch = u22_batch()

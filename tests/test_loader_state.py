@@ -116,6 +116,18 @@ def test_a_state_that_does_not_fit_is_refused(
         open_loader(local).load_state_dict(state)
 
 
+def test_what_is_no_state_is_refused(local: str) -> None:
+    state = open_loader(local).state_dict()
+    for missing in ("datasets", "settings", "where", "epoch", "step", "done"):
+        cut = {name: value for name, value in state.items() if name != missing}
+        with pytest.raises(ConfigError, match=f"loader state has no {missing}, expected what"):
+            open_loader(local).load_state_dict(cut)
+    others: tuple[Any, ...] = (None, [], "state")
+    for other in others:
+        with pytest.raises(ConfigError, match=r"loader state is .* expected what state_dict"):
+            open_loader(local).load_state_dict(other)
+
+
 def test_a_state_after_the_first_batch_is_refused(local: str) -> None:
     loader = open_loader(local)
     state = loader.state_dict()

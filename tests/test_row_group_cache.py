@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
+from rollout.errors import ConfigError
 from rollout.row_group_cache import RowGroupCache
 
 
@@ -112,6 +113,12 @@ def hammer(folder: Path, seed: int) -> None:
             put(cache, number)
         else:
             assert data == content(number)
+
+
+def test_a_folder_that_can_not_be_made_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cache_folder .*/file/cache can't be made: Not a dir"):
+        RowGroupCache(tmp_path / "file" / "cache", 5000)
 
 
 def test_processes_share_a_folder(tmp_path: Path) -> None:
