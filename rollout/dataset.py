@@ -206,6 +206,21 @@ class DatasetWriter:
             # another writer took the part: its file stands, ours is an orphan
             _log.info("unit %s: part %d was committed by another writer first", unit, part)
 
+    def missing_files(self) -> list[str]:
+        """Name the files that commit records name and that are not there, as far as is known here.
+
+        Raises:
+            DatasetError: the folders can't be listed.
+        """
+        with self._lock:
+            named = [name for parts in self._parts.values() for pair in parts for name in pair]
+        there = {
+            f"{folder}/{base}"
+            for folder in (layout.DATA_FOLDER, layout.REJECTED_FOLDER)
+            for base in self.storage.list(folder)
+        }
+        return [name for name in named if name is not None and name not in there]
+
     def remove_orphans(self) -> int:
         """Remove the files that no commit record names, safely beside live writers.
 

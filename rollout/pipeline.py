@@ -78,6 +78,22 @@ def _what_is_there(config: JobConfig, writer: DatasetWriter) -> str:
     return f"going on: {done} of {asked} rollouts of the {prompts} prompts planned so far are there"
 
 
+def _warn_of_what_is_there(job: ResolvedJob, writer: DatasetWriter) -> None:
+    """Say what a run that goes on does not put right."""
+    other = other_reward(writer.record, job.record) if writer.ledger.num_covered else None
+    if other is not None:
+        _log.warning("reward: %s", other)
+    lost = writer.missing_files()
+    if lost:
+        _log.warning(
+            "output %s: %s is missing although a commit record names it%s: its rollouts count and "
+            "are not sampled again: copy the dataset again, `rollout verify` names what is lost",
+            writer.storage.url,
+            lost[0],
+            f", and {len(lost) - 1} more" if len(lost) > 1 else "",
+        )
+
+
 def _run(
     job: ResolvedJob,
     storage: Storage,
@@ -92,9 +108,7 @@ def _run(
         writer = DatasetWriter.open(storage, job.record)
     if show_progress and writer.ledger.num_covered:
         print(_what_is_there(job.config, writer), file=sys.stderr)
-    other = other_reward(writer.record, job.record) if writer.ledger.num_covered else None
-    if other is not None:
-        _log.warning("reward: %s", other)
+    _warn_of_what_is_there(job, writer)
     pending = None
     if storage.outlives_process:
         pending = PendingParts.of(

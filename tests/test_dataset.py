@@ -288,6 +288,20 @@ def test_a_missing_shard_is_named(storage: Storage) -> None:
         view.open_shard(record)
 
 
+def test_a_writer_names_the_files_that_are_gone(storage: Storage) -> None:
+    writer = open_writer(storage)
+    writer.append_plan(plan("u0", "a", "b", "c"))
+    parts = [writer.commit_part("u0", rows_of(prompt)) for prompt in "ab"]
+    parts.append(writer.commit_part("u0", [], [make_rejection("c")]))
+    assert writer.missing_files() == open_writer(storage).missing_files() == []
+    lost = []
+    for part in (parts[1], parts[2]):
+        assert part is not None
+        lost.append(part.file or part.rejected_file)
+        storage.delete(lost[-1] or "")
+    assert open_writer(storage).missing_files() == lost
+
+
 def test_large_parts_have_several_row_groups_and_groups_across_them(tmp_path: Path) -> None:
     storage = Storage.open(tmp_path / "out")
     writer = DatasetWriter.open(storage, make_record(), row_group_bytes=2000)

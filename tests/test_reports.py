@@ -202,6 +202,22 @@ def test_u15_a_resumed_job_says_what_is_there_and_what_it_left_behind(
     assert summary.rollouts_skipped + summary.rollouts_committed == 40
 
 
+def test_u15_a_resumed_job_says_that_a_shard_is_gone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, output = write_ids(tmp_path / "p.jsonl", 4), tmp_path / "out"
+    with fake_engine():
+        job = fake_job(source, output, output={"unit_prompts": 2})
+        run(job)
+        assert caplog.messages == []
+        lost = min((output / "data").iterdir())
+        lost.unlink()
+        summary = run(job)
+    assert (summary.rollouts_skipped, summary.rollouts_committed) == (4, 0)
+    (said,) = caplog.messages
+    assert f"data/{lost.name} is missing although a commit record names it: its rollouts" in said
+
+
 def test_u16_a_killed_group_becomes_whole(tmp_path: Path) -> None:
     source, output = lines(tmp_path / "p.jsonl", ids(1, id="a")), tmp_path / "out"
     killed = subprocess.run(
