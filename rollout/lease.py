@@ -89,6 +89,7 @@ class Leases:
             Whether this process holds it now.
 
         Raises:
+            DatasetError: the storage can't be read.
             OutputError: the storage can't be written.
         """
         check_unit(unit)
@@ -170,16 +171,22 @@ class Leases:
                 _log.warning("leases can't be renewed: %s", error)
 
     def holder(self, unit: str) -> Lease | None:
-        """Read who holds a unit's lease, expired or not; None where nobody does."""
+        """Read who holds a unit's lease, expired or not; None where nobody does.
+
+        Raises:
+            DatasetError: the storage can't be read, which says nothing of the lease.
+        """
         try:
-            raw = json.loads(self._storage.read_bytes(lease_name(unit)))
+            data = self._storage.read_bytes(lease_name(unit))
+        except FileNotFoundError:
+            return None
+        try:
+            raw = json.loads(data)
             return Lease(
                 owner=str(raw["owner"]),
                 expires_at=float(raw["expires_at"]),
                 process=str(raw.get("process", "")),
             )
-        except FileNotFoundError:
-            return None
         except (ValueError, KeyError, TypeError):
             # not readable as a lease: treated as one that expired long ago
             return Lease(owner="unknown", expires_at=0.0)

@@ -13,7 +13,7 @@ import pytest
 from dataset_tools import STORAGES, new_storage
 from fake_store import FakeStore
 
-from rollout.errors import OutputError
+from rollout.errors import DatasetError, OutputError
 from rollout.lease import Leases, has_died, process_name
 from rollout.storage import Storage
 
@@ -160,6 +160,30 @@ def test_a_thread_renews_until_the_end_whatever_fails(
     assert not a._thread.is_alive()
     assert a.holder("u0") is None
     assert a.held == frozenset()
+
+
+def test_a_storage_that_can_not_be_read_says_nothing_of_a_lease(
+    storage: Storage, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(*_: object) -> None:
+        raise DatasetError("the storage can't be read")
+
+    a, b = leases(storage, clock, "a"), leases(storage, clock, "b")
+    assert a.acquire("u0")
+    clock.now += 30
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage, "read_bytes", unreadable)
+        calls: list[Callable[[], object]] = [
+            lambda: b.acquire("u0"),
+            lambda: b.is_free("u0"),
+            a.renew,
+        ]
+        for call in calls:
+            with pytest.raises(DatasetError, match="can't be read"):
+                call()
+    a.renew()  # it is still held
+    clock.now += 50
+    assert not b.acquire("u0")
 
 
 @pytest.mark.parametrize("call", ["release", "close"])
