@@ -58,6 +58,7 @@ class Storage:
         self._full_url = url
         self.given_up = threading.Event()
         """Once set, no call waits to be tried again."""
+        self._answered = False
         self._connect(fresh=False)
         self.url = public_url(url)
         """Where it is, for messages."""
@@ -377,7 +378,7 @@ class Storage:
         """Run one storage call, repeat it while that may help, and say what failed."""
 
         def before_sleep(state: tenacity.RetryCallState) -> None:
-            reason = self._reason(state.outcome.exception() if state.outcome is not None else None)
+            reason = explain(state.outcome.exception() if state.outcome else None, self._options)
             _log.warning("storage %s: can't %s %s, trying again: %s", self.url, what, name, reason)
             # picks up credentials that were renewed meanwhile
             self._connect_anew = self.local_root is None and not self._in_memory()
@@ -385,16 +386,15 @@ class Storage:
         def attempt() -> _Result:
             if self._connect_anew:
                 self._connect(fresh=True)
-            return function()
+            result = function()
+            self._answered = True
+            return result
 
         try:
-            return repeat(attempt, self._retry_seconds, self.given_up, before_sleep)
+            return repeat(attempt, self._retry_seconds, self.given_up, before_sleep, self._answered)
         except Exception as error:
             missing = isinstance(error, FileNotFoundError) and error_class is DatasetError
             if missing or not is_storage_error(error):
                 raise
-            message = f"storage {self.url}: can't {what} {name}: {self._reason(error)}"
+            message = f"storage {self.url}: can't {what} {name}: {explain(error, self._options)}"
             raise error_class(message) from error
-
-    def _reason(self, error: BaseException | None) -> str:
-        return explain(error, self._options)

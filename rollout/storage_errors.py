@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 from collections.abc import Callable
@@ -23,6 +24,7 @@ _FINAL_ERRORS: Final = (
 )
 # errors of a storage's own client, none of them an OSError
 _CLIENT_MODULES: Final = ("botocore", "aiobotocore", "aiohttp", "google", "gcsfs", "azure", "adlfs")
+_NO_CREDENTIALS: Final = ("NoCredentialsError", "PartialCredentialsError")
 _EXPIRED: Final = re.compile(r"expired|TokenRefreshRequired", re.IGNORECASE)
 
 
@@ -36,10 +38,18 @@ def is_storage_error(error: BaseException) -> bool:
     return isinstance(error, OSError) or type(error).__module__.startswith(_CLIENT_MODULES)
 
 
-def may_pass(error: BaseException) -> bool:
-    """Whether repeating the call may help; expired credentials may be renewed meanwhile."""
+def may_pass(error: BaseException, *, answered: bool = True) -> bool:
+    """Whether repeating the call may help; expired credentials may be renewed meanwhile.
+
+    Args:
+        error: why the call failed.
+        answered: whether the storage has taken a call before: credentials that were never there
+            do not come by waiting, those that were may come back.
+    """
     if _EXPIRED.search(_code(error)):
         return True
+    if not answered and type(error).__name__ in _NO_CREDENTIALS:
+        return False
     return is_storage_error(error) and not isinstance(error, _FINAL_ERRORS)
 
 
@@ -48,6 +58,7 @@ def repeat(
     seconds: float,
     given_up: threading.Event,
     before_sleep: Callable[[tenacity.RetryCallState], None],
+    answered: bool,
 ) -> _Result:
     """Call a function again, at growing intervals, while that may help.
 
@@ -56,6 +67,7 @@ def repeat(
         seconds: after which its error is raised.
         given_up: raises its error at once, also while waiting.
         before_sleep: called before each wait.
+        answered: see `may_pass`.
     """
     retrying = tenacity.Retrying(
         stop=tenacity.stop_any(
@@ -63,7 +75,7 @@ def repeat(
         ),
         sleep=tenacity.sleep_using_event(given_up),
         wait=tenacity.wait_random_exponential(multiplier=0.5, max=15),
-        retry=tenacity.retry_if_exception(may_pass),
+        retry=tenacity.retry_if_exception(functools.partial(may_pass, answered=answered)),
         before_sleep=before_sleep,
         reraise=True,
     )

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.exceptions import NoCredentialsError  # type: ignore[import-untyped]
 from dataset_tools import covered, data_files, open_writer, rows_of, stored_ids
 from s3_server import s3_server
 from synthetic import make_rejection, plan, realistic_rows
 
 from rollout.dataset import read_dataset
-from rollout.errors import OutputError
+from rollout.errors import DatasetError, OutputError
 from rollout.shard import open_shard, write_shard
 from rollout.storage import Storage
 
@@ -147,3 +148,27 @@ def test_probe_names_the_cause(
     storage = Storage.open(f"s3://{bucket}/run", s3_options(endpoint, **options))
     with pytest.raises(OutputError, match=cause):
         storage.probe()
+
+
+def test_credentials_that_were_never_there_are_not_waited_for(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    url = "s3://bucket/run"
+    storage = Storage.open(url, s3_options(endpoint, key=None, secret=None), retry_seconds=60)
+    monkeypatch.setattr(storage.given_up, "wait", lambda timeout: pytest.fail("it waits"))
+    with pytest.raises(DatasetError, match=r"can't read x: .* Unable to locate credentials"):
+        storage.read_bytes("x")
+    # those that were there may come back: an instance's are fetched anew every few hours
+    storage = Storage.open(url, s3_options(endpoint), retry_seconds=60)
+    storage.write_bytes("x", b"1")
+    answers = iter([NoCredentialsError(), None])
+
+    def cat_file(*_: Any, **__: Any) -> bytes:
+        if error := next(answers):
+            raise error
+        return b"1"
+
+    monkeypatch.setattr(storage._fs, "cat_file", cat_file)
+    monkeypatch.setattr(storage, "_connect", lambda *, fresh: None)
+    assert storage.read_bytes("x") == b"1"
