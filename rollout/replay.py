@@ -22,7 +22,7 @@ import torch
 from rollout.batch import RolloutBatch
 from rollout.config import ModelConfig
 from rollout.dataset_view import read_dataset
-from rollout.errors import TrainingError
+from rollout.errors import OutputError, TrainingError
 from rollout.full_rows import read_tables
 from rollout.head import Normaliser
 from rollout.loader import RolloutLoader
@@ -41,6 +41,7 @@ from rollout.replay_config import ReplayConfig
 from rollout.replay_data import check_advantages, check_origin, check_vocabulary
 from rollout.replay_log import MetricsLog
 from rollout.replay_model import ReplayModel, load_model
+from rollout.schema.layout import DATASET_FILE
 from rollout.storage import Storage
 
 
@@ -74,6 +75,7 @@ def replay(config: ReplayConfig, *, stream: IO[str] | None = None) -> ReplaySumm
         InputError: the model can't be read or trained.
         DatasetError: the dataset can't be read, or nothing could be learned from it.
         ConfigError: a checkpoint of other settings is in the output.
+        OutputError: the output is a dataset.
         TrainingError: a loss or gradient is not finite.
     """
     trainer = Trainer(config, stream=stream)
@@ -94,6 +96,10 @@ class Trainer:
         """
         self.config = config
         self._output = Path(config.output.path)
+        if (self._output / DATASET_FILE).exists():
+            raise OutputError(
+                f"output {self._output} is a dataset: choose another folder for the checkpoints"
+            )
         self._files = resolve_model(
             ModelConfig(path=config.model.path, revision=config.model.revision)
         )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rollout.batch import RolloutBatch
-from rollout.errors import InputError
+from rollout.errors import ConfigError, InputError
 from rollout.head import HeadOutput, Normaliser, head_logprobs, plan_head
 from rollout.loss_types import LossInputs
 
@@ -158,12 +158,15 @@ def load_model(folder: str | Path, *, revision: str | None, compute_dtype: str, 
 
     Raises:
         InputError: it can't be loaded, or the head adds a bias, a scale or a soft cap.
+        ConfigError: there is no such device.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda, but torch finds no CUDA device: expected cpu or auto")
     logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(

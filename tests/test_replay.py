@@ -357,6 +357,13 @@ def test_a_gradient_that_is_not_finite_ends_the_run(recorded: Recorded, tmp_path
         train(config_of(wild, tmp_path / "out", data={"advantage": "column"}))
 
 
+def test_a_dataset_is_no_output(recorded: Recorded) -> None:
+    before = sorted(recorded.data.iterdir())
+    with pytest.raises(RolloutError, match="is a dataset: choose another folder"):
+        train(config_of(recorded, recorded.data))
+    assert sorted(recorded.data.iterdir()) == before
+
+
 def test_other_settings_do_not_go_on(recorded: Recorded, tmp_path: Path) -> None:
     train(config_of(recorded, tmp_path))
     with pytest.raises(ConfigError, match=r"was trained with optimizer .*output\.path another"):

@@ -1,16 +1,17 @@
-"""Heads that the replay trainer refuses by their values."""
+"""Heads that the replay trainer refuses by their values, and devices that are not there."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from replay_oracle import make_model
 from transformers import Qwen3ForCausalLM
 
-from rollout.errors import InputError
-from rollout.replay_model import check_head
+from rollout.errors import ConfigError, InputError
+from rollout.replay_model import check_head, load_model
 
 
 def test_a_head_that_does_more_than_a_product_is_found_by_its_values(tmp_path: Path) -> None:
@@ -24,3 +25,14 @@ def test_a_head_that_does_more_than_a_product_is_found_by_its_values(tmp_path: P
     model.lm_head.forward = lambda hidden: stock(hidden) * torch.nan
     with pytest.raises(InputError, match="or weights are not finite"):
         check_head(model, "nan")
+
+
+def test_a_device_that_is_not_there_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    arguments: dict[str, Any] = {"revision": None, "compute_dtype": "float32"}
+    with pytest.raises(ConfigError, match="torch finds no CUDA device: expected cpu or auto"):
+        load_model(tmp_path, **arguments, device="cuda")
+    assert load_model(tmp_path, **arguments, device="auto").device == torch.device("cpu")
