@@ -73,7 +73,8 @@ def join_values(
         How many rollouts got values, and which ids did not match.
 
     Raises:
-        InputError: the table can't be read, lacks a column, repeats an id or holds NaN.
+        InputError: the table can't be read, lacks a column, repeats an id, or holds what is
+            no finite float32.
         DatasetError: the dataset can't be read, a shard is missing or not as it was committed, or
             the plan lacks a prompt.
         OutputError: the output holds something else, or can't be written.
@@ -175,7 +176,11 @@ def _read_values(path: Path) -> tuple[pl.DataFrame, str]:
         ("has no rollout_id", table.filter(pl.col("rollout_id").is_null())),
         ("is there twice", table.filter(pl.col("rollout_id").is_duplicated())),
         *(
-            (f"has a {name} that is NaN or infinite", table.filter(~pl.col(name).is_finite()))
+            # as they will be stored: float32 has no 1e39
+            (
+                f"has no finite float32 as {name}",
+                table.filter(~pl.col(name).cast(pl.Float32).is_finite()),
+            )
             for name in names
         ),
     ):
