@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from rollout.schema.columns import SUPPORT_KINDS
 from rollout.schema.entries import AT_ONCE, invalid_entries, unpack_entries
 
-STAGES: Final = ("read", "render", "sample", "capture", "reward")
-
 # how far the recorded support's mass may be from 1, in nats: float32 rounding stays below 2e-6
 _MASS_TOLERANCE: Final = 1e-5
 # one Arrow list array holds fewer elements than this

@@ -41,7 +41,6 @@ MAX_ELEMENTS: Final = 2**31 - 1
 
 _ZSTD_LEVEL: Final = 1
 _READ_BYTES: Final = 4 * 2**20
-_PARQUET_MAGIC: Final = b"PAR1"
 _ENCODINGS: Final = {
     "prompt_token_ids": "BYTE_STREAM_SPLIT",
     "token_ids": "BYTE_STREAM_SPLIT",
