@@ -16,7 +16,7 @@ from synthetic import make_record, make_rejection, make_row, plan
 from rollout.committer import Committer
 from rollout.dataset import DatasetWriter, read_dataset
 from rollout.errors import OutputError
-from rollout.pending import PendingParts
+from rollout.pending import PendingPart, PendingParts
 from rollout.rows import RolloutRow
 from rollout.schema.records import CommitRecord
 from rollout.spool_entries import HeldSegments, SpooledEntries, segment_name
@@ -26,6 +26,24 @@ STOCK = DatasetWriter.commit_part
 TIMEOUT = TimeoutError("no answer")
 
 
+class Pending(PendingParts):
+    """Parts that are looked for once the first is kept, however late it is."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.kept = threading.Event()
+
+    def save(self, *args: Any) -> bool:
+        try:
+            return super().save(*args)
+        finally:
+            self.kept.set()
+
+    def parts(self) -> list[PendingPart]:
+        assert self.kept.wait(30)
+        return super().parts()
+
+
 class Case:
     """A committer over a dataset that plans a to d for u0; the output fails while `why` is set."""
 
@@ -33,7 +51,7 @@ class Case:
         self.storage = Storage.open(str(folder / "out"), {})
         self.writer = DatasetWriter.open(self.storage, make_record(), scratch=folder / "scratch")
         self.writer.append_plan(plan("u0", "a", "b", "c", "d"))
-        self.pending = PendingParts(folder / "kept", 2**30, self.writer.record.fingerprint)
+        self.pending = Pending(folder / "kept", 2**30, self.writer.record.fingerprint)
         self.why: Exception | None = None
         self.callers: list[str] = []
         self.done: list[str] = []
@@ -150,7 +168,7 @@ def test_what_no_waiting_mends_stops_the_job_with_everything_kept(case: Case) ->
 def test_parts_without_room_wait_for_the_output(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full = PendingParts(tmp_path / "kept", 0, case.writer.record.fingerprint)
+    full = Pending(tmp_path / "kept", 0, case.writer.record.fingerprint)
     committer = case.committer(full)
     failures = [TIMEOUT]
     stock = committer._commit
