@@ -239,7 +239,7 @@ def test_rejections_come_along(tmp_path: Path) -> None:
         ({"rollout_id": ["a", "a"], "reward": [1.0, 1.0]}, "'a' is there twice"),
         (
             {"rollout_id": ["a", "b"], "reward": [1.0, float("nan")]},
-            "'b' has a reward that is no f",
+            "'b' has no finite float32 as reward",
         ),
         ({"rollout_id": ["a"], "advantage": [-1e39]}, "'a' has no finite float32 as advantage"),
         ({"rollout_id": ["a", None], "reward": [1.0, 1.0]}, "None has no rollout_id"),
