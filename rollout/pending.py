@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import pyarrow as pa
+
 from rollout.dataset import DatasetWriter
 from rollout.errors import DatasetError
 from rollout.part_work import WriteShard, write_verified
@@ -154,7 +156,10 @@ class PendingParts:
             except FileNotFoundError:
                 continue  # uploaded by another process of the job
             except (ValueError, KeyError, TypeError) as error:
-                raise DatasetError(f"{path}: damaged: {error}") from error
+                raise DatasetError(
+                    f"{path}: damaged: {error}: remove it and {path.stem}.parquet, and its "
+                    "rollouts are sampled again"
+                ) from error
         return found
 
     def commit(self, part: PendingPart, writer: DatasetWriter) -> list[CommitRecord]:
@@ -217,14 +222,28 @@ class PendingParts:
         return committed
 
     def _rows(self, part: PendingPart) -> list[RolloutRow]:
-        if not part.keys:
-            return []
-        keys = [key for key, _ in part.keys]
-        rows: list[RolloutRow] = []
-        with open_shard(part.path.with_suffix(".parquet")) as shard:
-            for group in range(shard.num_row_groups):
-                table = shard.read_row_group(group, columns=list(ROW_COLUMNS))
-                rows += table_rows(table, keys[len(rows) : len(rows) + table.num_rows])
-        if tuple(row.key for row in rows) != part.keys:
-            raise DatasetError(f"{part.path}: its shard holds other rollouts")
-        return rows
+        shard = part.path.with_suffix(".parquet")
+        try:
+            return _read(shard, part.keys) if part.keys else []
+        except FileNotFoundError:
+            raise
+        except (DatasetError, pa.ArrowException, OSError) as error:
+            raise DatasetError(
+                f"{shard}: can't be uploaded: {error}: remove it and {part.path.name}, and its "
+                f"{len(part.keys)} rollouts are sampled again"
+            ) from error
+
+
+def _read(path: Path, keys: tuple[tuple[str, int], ...]) -> list[RolloutRow]:
+    """Read a kept shard, which has to hold these rollouts."""
+    prompts = [prompt for prompt, _ in keys]
+    rows: list[RolloutRow] = []
+    with open_shard(path) as shard:
+        if shard.metadata.num_rows != len(keys):
+            raise DatasetError(f"it has {shard.metadata.num_rows} rollouts, expected {len(keys)}")
+        for group in range(shard.num_row_groups):
+            table = shard.read_row_group(group, columns=list(ROW_COLUMNS))
+            rows += table_rows(table, prompts[len(rows) : len(rows) + table.num_rows])
+    if tuple(row.key for row in rows) != keys:
+        raise DatasetError("it holds other rollouts than its description says")
+    return rows
