@@ -165,6 +165,7 @@ def agree(
     Raises:
         DatasetError: the dataset can't be read or compared.
         InputError: the model can't be loaded.
+        ConfigError: there is no such device, or a package is missing.
     """
     view = read_dataset(Storage.open(path, dict(storage_options or {})))
     trainer = load_model(model, revision=None, compute_dtype=compute_dtype, device=device)

@@ -40,7 +40,7 @@ from rollout.replay_checkpoint import (
 from rollout.replay_config import ReplayConfig
 from rollout.replay_data import check_advantages, check_origin, check_vocabulary
 from rollout.replay_log import MetricsLog
-from rollout.replay_model import ReplayModel, load_model
+from rollout.replay_model import ReplayModel, check_installed, load_model
 from rollout.schema.layout import DATASET_FILE
 from rollout.storage import Storage
 
@@ -100,6 +100,7 @@ class Trainer:
             raise OutputError(
                 f"output {self._output} is a dataset: choose another folder for the checkpoints"
             )
+        check_installed()
         self._files = resolve_model(
             ModelConfig(path=config.model.path, revision=config.model.revision)
         )

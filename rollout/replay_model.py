@@ -6,6 +6,7 @@ the body's hidden states and the head's weight. Heads that do more than one prod
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -144,6 +145,17 @@ class ReplayModel:
         )
 
 
+def check_installed() -> None:
+    """Look for the packages that read a model, which no engine may have brought along here.
+
+    Raises:
+        ConfigError: one is not installed.
+    """
+    for name in ("transformers", "safetensors"):
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"models are read by the package {name}: pip install transformers")
+
+
 def load_model(folder: str | Path, *, revision: str | None, compute_dtype: str, device: str) -> Any:
     """Load a causal LM for training and check that its head is one product.
 
@@ -158,8 +170,9 @@ def load_model(folder: str | Path, *, revision: str | None, compute_dtype: str, 
 
     Raises:
         InputError: it can't be loaded, or the head adds a bias, a scale or a soft cap.
-        ConfigError: there is no such device.
+        ConfigError: there is no such device, or a package is missing.
     """
+    check_installed()
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from replay_oracle import make_model
 from transformers import Qwen3ForCausalLM
 
 from rollout.errors import ConfigError, InputError
-from rollout.replay_model import check_head, load_model
+from rollout.replay_model import check_head, check_installed, load_model
 
 
 def test_a_head_that_does_more_than_a_product_is_found_by_its_values(tmp_path: Path) -> None:
@@ -36,3 +37,16 @@ def test_a_device_that_is_not_there_is_refused(
     with pytest.raises(ConfigError, match="torch finds no CUDA device: expected cpu or auto"):
         load_model(tmp_path, **arguments, device="cuda")
     assert load_model(tmp_path, **arguments, device="auto").device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("missing", ["transformers", "safetensors"])
+def test_a_package_that_is_not_there_is_named(
+    monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    check_installed()
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == missing else found(name)
+    )
+    with pytest.raises(ConfigError, match=f"package {missing}: pip install transformers"):
+        check_installed()
