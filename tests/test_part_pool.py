@@ -287,6 +287,26 @@ def test_a_process_that_keeps_dying_stops_the_job(
     pool.close()
 
 
+@pytest.mark.parametrize(
+    ("answer", "error", "message"),
+    [
+        ({"dataset_error": "shard: damaged"}, DatasetError, "^shard: damaged$"),
+        ({"error": "KeyError: 7"}, RolloutError, "^a part could not be written: KeyError: 7$"),
+    ],
+)
+def test_what_a_process_answers_is_raised(
+    monkeypatch: pytest.MonkeyPatch,
+    answer: dict[str, str],
+    error: type[RolloutError],
+    message: str,
+) -> None:
+    pool = PartPool(process_bytes=0)
+    monkeypatch.setattr(part_pool, "receive", lambda _: (answer, b""))
+    with pytest.raises(error, match=message), pool.part(sample_rows()):
+        pass
+    pool.close()
+
+
 def test_the_processes_end_with_the_job() -> None:
     script = (
         "import sys, os, signal; sys.path.insert(0, sys.argv[1])\n"
