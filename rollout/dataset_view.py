@@ -99,11 +99,10 @@ class DatasetView:
 
     @cached_property
     def _plan_files(self) -> dict[str, bytes]:
-        names = [
-            f"{layout.PLAN_FOLDER}/{base}"
-            for base in self.storage.list(layout.PLAN_FOLDER)
-            if layout.parse_plan(base) is not None
-        ]
+        found = [layout.parse_plan(base) for base in self.storage.list(layout.PLAN_FOLDER)]
+        # they have no holes: with one, prompts that were never sampled would not be missed
+        highest = max((number for number in found if number is not None), default=-1)
+        names = [layout.plan_name(number) for number in range(highest + 1)]
         return dict(zip(names, self._read_all(names), strict=True))
 
     def _read_all(self, names: list[str]) -> list[bytes]:

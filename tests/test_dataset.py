@@ -288,6 +288,18 @@ def test_a_missing_shard_is_named(storage: Storage) -> None:
         view.open_shard(record)
 
 
+def test_a_plan_with_a_hole_is_refused(storage: Storage) -> None:
+    writer = open_writer(storage)
+    for prompt in "abc":
+        writer.append_plan(plan("u0", prompt))
+    assert [entry.prompt_key for entry in read_dataset(storage).plan] == ["a", "b", "c"]
+    storage.delete("_plan/000001.parquet")
+    with pytest.raises(DatasetError, match=r"_plan/000001\.parquet is missing: copy the dataset"):
+        len(read_dataset(storage).plan)
+    with pytest.raises(DatasetError, match=r"_plan/000001\.parquet is missing: copy the dataset"):
+        len(read_dataset(storage).plan_ids)
+
+
 def test_a_writer_names_the_files_that_are_gone(storage: Storage) -> None:
     writer = open_writer(storage)
     writer.append_plan(plan("u0", "a", "b", "c"))
