@@ -248,14 +248,16 @@ class Committer:
                         raise
                     self._out(error)
         assert pending is not None
-        if self._save(pending, part.unit, good, rejected, work):
+        saved = self._save(pending, part.unit, good, rejected, work)
+        self._ask_again()
+        if saved:
             return
         # no room, so the rollouts stay in memory and no more are admitted, until the output is back
         _log.warning("%s is full: waiting for the output", pending.folder)
         self._commit(part.unit, good, rejected, work.write)
 
     def _out(self, error: RolloutError) -> None:
-        """Note that the output takes nothing, and see to it that it is asked again."""
+        """Note that the output takes nothing."""
         with self._lock:
             cause = error.__cause__
             if cause is not None and not may_pass(cause):
@@ -264,6 +266,11 @@ class Committer:
             if self._outage is None:
                 _log.warning("%s; keeping what is finished locally", error)
                 self._outage = error
+
+    def _ask_again(self) -> None:
+        """Have an output that is out asked from time to time, once there is something to upload."""
+        with self._lock:
+            if self._outage is not None and self._uploader is None:
                 self._uploader = threading.Thread(
                     target=self._upload_kept, name="rollout-upload", daemon=True
                 )

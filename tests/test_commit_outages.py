@@ -16,7 +16,7 @@ from synthetic import make_record, make_rejection, make_row, plan
 from rollout.committer import Committer
 from rollout.dataset import DatasetWriter, read_dataset
 from rollout.errors import OutputError
-from rollout.pending import PendingPart, PendingParts
+from rollout.pending import PendingParts
 from rollout.rows import RolloutRow
 from rollout.schema.records import CommitRecord
 from rollout.spool_entries import HeldSegments, SpooledEntries, segment_name
@@ -26,24 +26,6 @@ STOCK = DatasetWriter.commit_part
 TIMEOUT = TimeoutError("no answer")
 
 
-class Pending(PendingParts):
-    """Parts that are looked for once the first is kept, however late it is."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.kept = threading.Event()
-
-    def save(self, *args: Any) -> bool:
-        try:
-            return super().save(*args)
-        finally:
-            self.kept.set()
-
-    def parts(self) -> list[PendingPart]:
-        assert self.kept.wait(30)
-        return super().parts()
-
-
 class Case:
     """A committer over a dataset that plans a to d for u0; the output fails while `why` is set."""
 
@@ -51,7 +33,7 @@ class Case:
         self.storage = Storage.open(str(folder / "out"), {})
         self.writer = DatasetWriter.open(self.storage, make_record(), scratch=folder / "scratch")
         self.writer.append_plan(plan("u0", "a", "b", "c", "d"))
-        self.pending = Pending(folder / "kept", 2**30, self.writer.record.fingerprint)
+        self.pending = PendingParts(folder / "kept", 2**30, self.writer.record.fingerprint)
         self.why: Exception | None = None
         self.callers: list[str] = []
         self.done: list[str] = []
@@ -138,6 +120,26 @@ def test_a_part_that_is_kept_just_when_the_output_comes_back_is_uploaded_too(
     assert case.pending.parts() == []
 
 
+def test_an_output_is_not_back_while_the_first_part_is_being_kept(
+    case: Case, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    committer = case.committer(case.pending)
+    stock = case.pending.save
+
+    def save(*args: Any) -> bool:
+        time.sleep(0.1)  # ten times what lies between two looks at the output
+        return stock(*args)
+
+    monkeypatch.setattr(case.pending, "save", save)
+    case.why = TIMEOUT
+    committer.commit("u0", [make_row("a")], [])
+    wait_for(lambda: committer.stats.kept_rows == 1)
+    assert "the output is back" not in caplog.text
+    case.why = None
+    committer.wait()
+    assert case.stored() == {("a", 0)}
+
+
 def test_an_output_that_stays_out_is_waited_for_so_long(case: Case) -> None:
     committer = case.committer(case.pending, last_seconds=0.1)
     case.why = TIMEOUT
@@ -168,7 +170,7 @@ def test_what_no_waiting_mends_stops_the_job_with_everything_kept(case: Case) ->
 def test_parts_without_room_wait_for_the_output(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full = Pending(tmp_path / "kept", 0, case.writer.record.fingerprint)
+    full = PendingParts(tmp_path / "kept", 0, case.writer.record.fingerprint)
     committer = case.committer(full)
     failures = [TIMEOUT]
     stock = committer._commit
