@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from rollout.errors import IncompleteError, RolloutError, TooManyFailedError
+from rollout.terminal_text import printable
 from rollout.version import VERSION
 
 
@@ -23,8 +24,8 @@ def _expected_errors(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **kwargs)
         except RolloutError as error:
-            # what others wrote into a message may have line breaks
-            click.echo(f"error: {' '.join(str(error).splitlines())}", err=True)
+            # what others wrote into a message may have line breaks and colours
+            click.echo(f"error: {printable(' '.join(str(error).splitlines()))}", err=True)
             sys.exit(error.exit_code)
 
     return run
@@ -145,7 +146,9 @@ def replay(path: str, overrides: Sequence[str]) -> None:
 )
 @click.option("--max-rollouts", type=click.IntRange(min=1), default=4096, show_default=True)
 @click.option(
-    "--tolerance", type=float, help="Fail if a token's ratio is further than this from 1."
+    "--tolerance",
+    type=click.FloatRange(min=0.0),
+    help="Fail if a token's ratio is further than this from 1.",
 )
 @click.option("--save", is_flag=True, help="Keep the report beside the data, for inspect.")
 @_storage_options

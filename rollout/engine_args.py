@@ -47,7 +47,7 @@ _REFUSED = {
     "watermark_config": "watermarks",
     "enable_trace_replay": "trace replay",
     "runner": "runners other than generation",
-    "data_parallel_size": "data parallelism inside one engine; run one job a replica",
+    "data_parallel_size": "data parallelism inside one engine (one job for each replica works)",
 }
 # these change speed or memory but no distribution; any other argument is part of the fingerprint
 THROUGHPUT_ARGS = frozenset(

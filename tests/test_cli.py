@@ -201,3 +201,17 @@ def test_version() -> None:
     result = run("--version")
     assert result.exit_code == 0
     assert result.output == f"rollout, version {VERSION}\n"
+
+
+def test_what_others_wrote_into_an_error_does_not_reach_the_terminal_as_it_stands(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_pipeline(monkeypatch, errors.EngineError("it said \x1b[31mred\x1b[0m\nand\tmore"))
+    line = error_line(run("generate", "--config", job), 5)
+    assert line == r"it said \x1b[31mred\x1b[0m and\tmore"
+
+
+def test_a_tolerance_below_nothing_is_refused(tmp_path: Path) -> None:
+    result = run("agree", tmp_path, "--model", "m", "--tolerance", "-0.1")
+    assert result.exit_code == 2
+    assert "--tolerance" in result.output
