@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from synthetic import make_record, make_rejection, make_row, plan
+from waiting import wait_for
 
 from rollout.committer import Committer
 from rollout.dataset import DatasetWriter, read_dataset
@@ -66,13 +67,6 @@ def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Case]:
     yield made
     for committer in made.made:
         committer.close()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_an_outage_keeps_parts_and_commits_them_when_the_output_is_back(case: Case) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from dataset_tools import STORAGES, new_storage
 from fake_store import FakeStore
+from waiting import wait_for
 
 from rollout.errors import DatasetError, OutputError
 from rollout.lease import Leases, has_died, process_name
@@ -131,13 +131,6 @@ def test_one_that_was_given_back_is_not_renewed(storage: Storage, clock: Clock) 
     clock.now += 30
     a.renew()
     assert b.holder("u0") is None
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def fail(*_: object) -> None:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from waiting import wait_for
 
 from rollout.capture.ring_process import LOST_FOLDER, block_of, take_steps
 from rollout.capture.shared_ring import RingLayout, SharedRing
@@ -180,13 +180,6 @@ def test_steps_are_dropped_after_an_error_and_the_first_is_told(
     os.close(parent)
     assert ring.error == "OSError: [Errno 28] No space left on device"
     assert (ring.consumed, len(errors)) == (3, 1)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def test_the_process_ends_by_the_ring_alone_with_every_step(tmp_path: Path) -> None:
