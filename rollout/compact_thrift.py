@@ -14,6 +14,7 @@ Struct = dict[int, tuple[int, Any]]
 a double's its 8 bytes."""
 
 _INTEGERS: Final = (I16, I32, I64)
+_MOST_VARINT_BITS: Final = 63
 _LONG_LIST: Final = 15  # and more elements have their number behind the type
 _LONG_STEP: Final = 15  # of field numbers, and more
 
@@ -30,6 +31,7 @@ def read_struct(data: bytes, place: int = 0) -> tuple[Struct, int]:
 
     Raises:
         IndexError: the bytes end before it does.
+        KeyError: a number that does not end.
         ValueError: a type that Parquet does not use.
     """
     fields: Struct = {}
@@ -39,7 +41,7 @@ def read_struct(data: bytes, place: int = 0) -> tuple[Struct, int]:
         if byte >> 4:
             number += byte >> 4
         else:
-            number, place = _read_integer(data, place)
+            number, place = read_integer(data, place)
         kind = byte & 0x0F
         if kind in (TRUE, FALSE):
             fields[number] = kind, kind == TRUE
@@ -79,15 +81,46 @@ def varint(value: int) -> bytes:
     return bytes(out)
 
 
+def read_integer(data: bytes | memoryview, place: int) -> tuple[int, int]:
+    """Parse a signed number; arguments and errors as `read_varint` has them."""
+    value, place = read_varint(data, place)
+    return (value >> 1) ^ -(value & 1), place
+
+
+def read_varint(data: bytes | memoryview, place: int) -> tuple[int, int]:
+    """Parse a number of seven bits a byte.
+
+    Args:
+        data: bytes that hold it.
+        place: where it begins.
+
+    Returns:
+        The number, and where it ends.
+
+    Raises:
+        IndexError: the bytes end before it does.
+        KeyError: it has more bits than any number of the protocol.
+    """
+    value = shift = 0
+    while shift <= _MOST_VARINT_BITS:
+        byte = data[place]
+        place += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, place
+        shift += 7
+    raise KeyError("a number that does not end")
+
+
 def _read_value(data: bytes, place: int, kind: int) -> tuple[Any, int]:
     if kind in _INTEGERS:
-        return _read_integer(data, place)
+        return read_integer(data, place)
     if kind == BYTE:
         return data[place], place + 1
     if kind == DOUBLE:
         return data[place : place + 8], place + 8
     if kind == BINARY:
-        size, place = _read_varint(data, place)
+        size, place = read_varint(data, place)
         return data[place : place + size], place + size
     if kind == STRUCT:
         return read_struct(data, place)
@@ -96,7 +129,7 @@ def _read_value(data: bytes, place: int, kind: int) -> tuple[Any, int]:
     element, count = data[place] & 0x0F, data[place] >> 4
     place += 1
     if count == _LONG_LIST:
-        count, place = _read_varint(data, place)
+        count, place = read_varint(data, place)
     values = []
     for _ in range(count):
         # a bool among elements takes a byte
@@ -128,19 +161,3 @@ def _write_value(kind: int, value: Any) -> bytes:
 
 def _zigzag(value: int) -> bytes:
     return varint(value << 1 if value >= 0 else (-value << 1) - 1)
-
-
-def _read_integer(data: bytes, place: int) -> tuple[int, int]:
-    value, place = _read_varint(data, place)
-    return (value >> 1) ^ -(value & 1), place
-
-
-def _read_varint(data: bytes, place: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[place]
-        place += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, place
-        shift += 7

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from rollout.compact_thrift import read_integer, read_varint
+
 _TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _BINARY, _STRUCT = 1, 2, 3, 4, 5, 6, 8, 12
 _MOST_NESTED: Final = 3
-_MOST_VARINT_BITS: Final = 63
 
 
 def read_struct(data: memoryview, place: int, nested: int = 0) -> tuple[dict[int, Any], int]:
@@ -37,37 +38,18 @@ def read_struct(data: memoryview, place: int, nested: int = 0) -> tuple[dict[int
         if byte >> 4:
             number += byte >> 4
         else:
-            number, place = _integer(data, place)
+            number, place = read_integer(data, place)
         if kind in (_TRUE, _FALSE):
             fields[number] = kind == _TRUE
         elif kind == _BYTE:
             fields[number], place = data[place], place + 1
         elif kind in (_I16, _I32, _I64):
-            fields[number], place = _integer(data, place)
+            fields[number], place = read_integer(data, place)
         elif kind == _BINARY:
-            size, place = _varint(data, place)
+            size, place = read_varint(data, place)
             fields[number], place = bytes(data[place : place + size]), place + size
         elif kind == _STRUCT and nested < _MOST_NESTED:
             fields[number], place = read_struct(data, place, nested + 1)
         else:
             raise KeyError(kind)
     return fields, place + 1
-
-
-def _integer(data: memoryview, place: int) -> tuple[int, int]:
-    """Parse a signed number."""
-    value, place = _varint(data, place)
-    return (value >> 1) ^ -(value & 1), place
-
-
-def _varint(data: memoryview, place: int) -> tuple[int, int]:
-    """Parse a number of seven bits a byte."""
-    value = shift = 0
-    while shift <= _MOST_VARINT_BITS:
-        byte = data[place]
-        place += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, place
-        shift += 7
-    raise KeyError("a number that does not end")
