@@ -200,7 +200,7 @@ def set_environment() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # a fused sampler draws from logits that were never masked: the capture can't follow it
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
-    # a fork of a process with threads hangs in the first of torch's loops that uses several
+    # a fork of a process that has used torch's threads hangs in the next loop that wants several
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if not _has_cuda():
         # one process: three times the start-up otherwise, and no launch thread to keep free

@@ -50,7 +50,7 @@ from capture_arms import (
     run_stock,
 )
 from capture_steps import step_milliseconds, switched_steps
-from random_model import SHAPE, SPREADS, resolved_job, set_weights, write_model
+from random_model import SAMPLES, SHAPE, SPREADS, resolved_job, set_weights, write_model
 
 from rollout.engine_args import engine_arguments
 from rollout.engine_start import LazyEngine
@@ -173,6 +173,8 @@ def main(
     engine_json: str,
 ) -> None:
     """Measure the capture on this machine's GPU."""
+    if requests % SAMPLES:
+        raise click.BadParameter(f"requests: got {requests}, expected a multiple of {SAMPLES}")
     arm, *more = arms.split(",")
     if unknown := {arm, *more} - set(ARMS):
         raise click.BadParameter(f"arms {sorted(unknown)}: expected some of {list(ARMS)}")

@@ -209,7 +209,7 @@ def engine_section(text: str) -> dict[str, Any]:
     added: dict[str, Any] = json.loads(text)
     return {
         "max_num_seqs": 512,
-        # steps in which requests begin have more tokens than rows, and run no graph otherwise
+        # steps in which requests begin have more tokens than rows, and vLLM's graphs end at 512
         "max_cudagraph_capture_size": 640,
         "gpu_memory_utilization": 0.9,
         "load_format": "dummy",

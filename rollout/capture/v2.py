@@ -90,8 +90,8 @@ class V2Adapter:
         request_ids = batch.req_ids  # a list of this step's own
         lengths = batch.num_computed_tokens_np + batch.num_scheduled_tokens
         last = self._last
-        # requests that all sampled in the step before do so again with a token each: most steps,
-        # and each call of numpy costs the launching thread as much as a launch of a kernel
+        # requests that all sampled in the step before do so again with a token each, in most steps:
+        # then nothing is looked up
         if last is None or batch.num_tokens != len(request_ids) or request_ids != last.ids:
             slots = batch.idx_mapping_np
             kinds = self._kinds[slots]
