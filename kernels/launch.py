@@ -47,6 +47,9 @@ HEAD_REGISTERS = 128
 DRAW_BLOCK = 2
 """Draws of a row that one program makes together."""
 DRAW_WARPS = 1
+TAKE_BLOCK = 128
+"""Rows whose sampled token one program takes."""
+TAKE_WARPS = 4
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
@@ -175,6 +178,8 @@ class CaptureScratch:
     """[R] float32, the largest logit."""
     row_log_sum: torch.Tensor
     """[R] float32, the log of the sum of exp(logit - row_max)."""
+    best_score: torch.Tensor
+    """[R] int64, where tokens are drawn: the largest `token_draw.best_of_block` of the row."""
     head_groups: torch.Tensor
     """[R, top] int32, the groups that hold the head."""
     anchor: torch.Tensor
@@ -222,6 +227,7 @@ class CaptureScratch:
             group_sum=zeros(wide if top or draws else none, torch.float32),
             row_max=zeros((max_rows,), torch.float32),
             row_log_sum=zeros((max_rows,), torch.float32),
+            best_score=zeros((max_rows,), torch.int64),
             head_groups=zeros((max_rows, max(top, 1)), torch.int32),
             anchor=zeros((16,), torch.uint8),
             no_distance=zeros((1,), torch.int64),
@@ -275,6 +281,7 @@ class CaptureScratch:
             self.group_sum,
             self.row_max,
             self.row_log_sum,
+            self.best_score,
             self.head_groups,
             self.anchor,
             self.no_distance,

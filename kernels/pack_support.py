@@ -24,6 +24,7 @@ from rollout.kernels.tile_ops import (
     popcount,
     row_end,
 )
+from rollout.kernels.token_draw import NO_SCORE, TokenDraw, best_of_block
 
 # N rows, V vocabulary
 
@@ -33,15 +34,20 @@ def launch_pack(
     sampled_ids: torch.Tensor,  # [N]
     kinds: torch.Tensor,  # [N]
     out: StepOutput,
+    draw: TokenDraw | None,
     distance: torch.Tensor | None,  # [1]
 ) -> None:
     """Write the offsets, the OVERFLOW flags and the entries of KEPT and GREEDY rows.
+
+    Where tokens are drawn, the scratch gets the best score of each KEPT row, also of those that
+    overflow.
 
     Args:
         logits: [N, V] float32, bfloat16 or float16.
         sampled_ids: [N] int64.
         kinds: [N] int8.
         out: the buffers of the step, after the row statistics.
+        draw: how tokens are drawn, None where they are.
         distance: [1] int64 or None, see `capture_step`.
     """
     rows, vocab_size = kinds.shape[0], logits.shape[1]
@@ -63,6 +69,9 @@ def launch_pack(
         out.offsets,
         out.flags,
         out.entries,
+        scratch.best_score if draw is None else draw.seeds,
+        scratch.best_score if draw is None else draw.positions,
+        scratch.best_score,
         logits.stride(0),
         rows,
         out.entries.shape[0],
@@ -77,6 +86,7 @@ def launch_pack(
         CHUNK=launch.CHUNK,
         GROUP=launch.GROUP,
         WIDE=16 // logits.element_size(),
+        ADD_NOISE=None if draw is None else draw.add_noise,
         num_warps=launch.PACK_WARPS,
     )
 
@@ -97,6 +107,8 @@ def _last_start(start_ptr, rank, SIZE: tl.constexpr):
         "distance_ptr",
         "sampled_ids_ptr",
         "kinds_ptr",
+        "seeds_ptr",
+        "positions_ptr",
         "row_stride",
         "num_rows",
         "capacity",
@@ -120,6 +132,9 @@ def _pack_kernel(
     offsets_ptr,
     flags_ptr,
     entries_ptr,
+    seeds_ptr,
+    positions_ptr,
+    best_score_ptr,
     row_stride,
     num_rows,
     capacity,
@@ -134,7 +149,9 @@ def _pack_kernel(
     CHUNK: tl.constexpr,
     GROUP: tl.constexpr,
     WIDE: tl.constexpr,
+    ADD_NOISE: tl.constexpr,
 ):
+    DRAW: tl.constexpr = ADD_NOISE is not None
     WORDS: tl.constexpr = CHUNK // GROUP
     chunk = tl.program_id(0)
     # the last rows first: the first pass left them in the cache
@@ -155,9 +172,12 @@ def _pack_kernel(
         if fits & (kind == KIND_GREEDY) & (count > 0):
             # the bits of logprob 0 are 0
             tl.store(entries_ptr + start, tl.load(sampled_ids_ptr + row))
-    if (fits == 0) | (kind != KIND_KEPT):
+    # a row that does not fit has a token all the same
+    if (kind != KIND_KEPT) | ((fits == 0) & (not DRAW)):
         return
 
+    seed = tl.load(seeds_ptr + row) if DRAW else 0
+    position = tl.load(positions_ptr + row) if DRAW else 0
     row_max = tl.load(row_max_ptr + row)
     row_log_sum = tl.load(row_log_sum_ptr + row)
     row_ptr = logits_ptr + tl.load(distance_ptr) * UNIT + row * row_stride
@@ -166,6 +186,7 @@ def _pack_kernel(
     mask_words_ptr += row * word_stride
     if count <= SPARSE:
         word_start_ptr += row * word_stride
+        best = tl.full((), NO_SCORE, tl.int64)
         for first in range(0, count, BLOCK_S):
             rank = first + tl.arange(0, BLOCK_S)
             # from the entry's rank to its chunk, word, bit
@@ -180,7 +201,12 @@ def _pack_kernel(
             live = rank < count
             value = tl.load(row_ptr + ids, mask=live, other=0.0).to(tl.float32)
             entry = pack_entry(log_probability(value, row_max, row_log_sum), ids)
-            tl.store(entries_ptr + rank, entry, mask=live)
+            tl.store(entries_ptr + rank, entry, mask=live & fits)
+            if DRAW:
+                score = best_of_block(ADD_NOISE, value, ids, live, seed, position)
+                best = tl.maximum(best, score)
+        if DRAW:
+            tl.store(best_score_ptr + row, best)
         return
 
     chunk_count = tl.load(chunk_count_ptr + row * chunk_stride + chunk)
@@ -204,9 +230,14 @@ def _pack_kernel(
             first_id,
             row_max,
             row_log_sum,
+            fits,
+            seed,
+            position,
+            best_score_ptr + row,
             BLOCK_E,
             WORDS,
             WIDE,
+            ADD_NOISE,
         )
     else:
         _pack_chunk(
@@ -218,9 +249,14 @@ def _pack_kernel(
             first_id,
             row_max,
             row_log_sum,
+            fits,
+            seed,
+            position,
+            best_score_ptr + row,
             BLOCK_E // 2,
             WORDS,
             WIDE,
+            ADD_NOISE,
         )
 
 
@@ -234,11 +270,17 @@ def _pack_chunk(
     first_id,
     row_max,
     row_log_sum,
+    fits,
+    seed,
+    position,
+    best_score_ptr,
     BLOCK: tl.constexpr,
     WORDS: tl.constexpr,
     WIDE: tl.constexpr,
+    ADD_NOISE: tl.constexpr,
 ):
     """Pack a chunk's entries, BLOCK at a time."""
+    best = tl.full((), NO_SCORE, tl.int64)
     for first in range(0, count, BLOCK):
         rank = first + tl.arange(0, BLOCK)
         # the word of an entry: how many words end at or before it, by bisection
@@ -253,8 +295,14 @@ def _pack_chunk(
         in_chunk = _id_in_chunk(word, bit, WORDS, WIDE)
         live = rank < count
         value = tl.load(chunk_ptr + in_chunk, mask=live, other=0.0).to(tl.float32)
-        entry = pack_entry(log_probability(value, row_max, row_log_sum), first_id + in_chunk)
-        tl.store(entries_ptr + rank, entry, mask=live)
+        ids = first_id + in_chunk
+        entry = pack_entry(log_probability(value, row_max, row_log_sum), ids)
+        tl.store(entries_ptr + rank, entry, mask=live & fits)
+        if ADD_NOISE is not None:
+            score = best_of_block(ADD_NOISE, value, ids, live, seed, position)
+            best = tl.maximum(best, score)
+    if ADD_NOISE is not None:
+        tl.atomic_max(best_score_ptr, best)
 
 
 @triton.jit

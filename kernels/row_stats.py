@@ -25,6 +25,7 @@ from rollout.kernels.tile_ops import (
     log_probability,
     popcount,
 )
+from rollout.kernels.token_draw import NO_SCORE
 
 # N rows, V vocabulary, C chunks of CHUNK ids, G groups of GROUP ids in a chunk
 
@@ -35,6 +36,7 @@ def launch_row_stats(
     kinds: torch.Tensor,  # [N]
     out: StepOutput,
     top: int,
+    draw: bool,
     distance: torch.Tensor | None,  # [1]
 ) -> None:
     """Fill the scratch, and of each row of `out` the count, sampled logprob and flags but OVERFLOW.
@@ -45,6 +47,7 @@ def launch_row_stats(
         kinds: [N] int8.
         out: the buffers of the step; `tail_mass` becomes 0, or NaN in broken TOP rows.
         top: ids recorded of a TOP row.
+        draw: whether the second pass draws the tokens: `sampled_ids` says nothing yet.
         distance: [1] int64 or None, see `capture_step`.
     """
     rows, vocab_size = kinds.shape[0], logits.shape[1]
@@ -88,6 +91,7 @@ def launch_row_stats(
         scratch.chunk_start,
         scratch.row_max,
         scratch.row_log_sum,
+        scratch.best_score,
         out.counts,
         out.sampled_logprobs,
         out.tail_mass,
@@ -98,6 +102,7 @@ def launch_row_stats(
         scratch.chunk_max.stride(0),
         top,
         UNIT=unit,
+        DRAW=draw,
         BLOCK_C=scratch.chunk_start.shape[1],
         num_warps=1,
     )
@@ -213,6 +218,7 @@ def _row_stats_kernel(
     chunk_start_ptr,
     row_max_ptr,
     row_log_sum_ptr,
+    best_score_ptr,
     counts_ptr,
     sampled_logprobs_ptr,
     tail_mass_ptr,
@@ -223,6 +229,7 @@ def _row_stats_kernel(
     chunk_stride,
     top,
     UNIT: tl.constexpr,
+    DRAW: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -255,7 +262,7 @@ def _row_stats_kernel(
         mask=inside,
         other=-float("inf"),
     ).to(tl.float32)
-    missing = (broken == 0) & (value == -float("inf"))
+    missing = (broken == 0) & (value == -float("inf")) & (not DRAW)
     logprob = log_probability(value, base, log_sum)
     if kind == KIND_GREEDY:
         logprob = tl.where(missing, -float("inf"), 0.0)
@@ -270,6 +277,8 @@ def _row_stats_kernel(
     count = tl.where((kind == KIND_GREEDY) & (missing == 0), 1, count)
     flags = tl.where(nonfinite, FLAG_NONFINITE, 0) | tl.where(empty, FLAG_EMPTY, 0)
     flags = flags | tl.where(missing, FLAG_SAMPLED_MISSING, 0)
+    if DRAW:
+        tl.store(best_score_ptr + row, NO_SCORE)
     tl.store(row_max_ptr + row, largest)
     tl.store(row_log_sum_ptr + row, log_sum)
     tl.store(counts_ptr + row, tl.where(broken, 0, count))

@@ -16,6 +16,7 @@ from rollout.kernels.launch import Impl, choose_impl
 from rollout.kernels.pack_support import launch_pack
 from rollout.kernels.row_stats import launch_row_stats
 from rollout.kernels.step_output import RowFlag, RowKind, StepOutput
+from rollout.kernels.token_draw import TokenDraw, launch_take_tokens
 from rollout.kernels.top_capture import launch_top, top_reference
 
 __all__ = ["RowFlag", "RowKind", "StepOutput", "capture_step", "capture_step_reference"]
@@ -33,6 +34,7 @@ def capture_step(
     draws: int,
     seeds: torch.Tensor,  # [M]
     positions: torch.Tensor,  # [M]
+    draw: TokenDraw | None = None,
     distance: torch.Tensor | None = None,  # [1]
     impl: Impl | None = None,
 ) -> None:
@@ -47,32 +49,42 @@ def capture_step(
     Args:
         logits: [N, V] float32, bfloat16 or float16; ids next to each other, rows any distance
             apart.
-        sampled_ids: [M] int64, M >= N, the ids that the sampler drew.
+        sampled_ids: [M] int64, M >= N, the ids that the sampler drew; written where `draw` says
+            how they are drawn, 0 where a row has none.
         kinds: [M] int8, `RowKind` of each row.
         out: the buffers to fill, of at least M rows and vocabulary V.
         top: ids recorded of a TOP row, as `out` was allocated for.
         draws: independent samples of every row, K, as `out` was allocated for.
         seeds: [M] int64, the seed of each row's rollout; used for the draws alone.
         positions: [M] int64, the output position of each row.
+        draw: draws the tokens of a step whose rows are KEPT and SKIP rows alone.
         distance: [1] int64 on the device, `launch.distance` of the logits from
             `out.scratch.anchor`, so that one launch serves logits at any address of the same shape,
             stride, dtype and `launch.row_unit`; None names the address in the launch.
         impl: overrides the choice by device, for tests.
 
     Raises:
-        ValueError: shapes, dtypes or devices disagree. Nothing that depends on values is checked.
+        ValueError: shapes, dtypes or devices disagree, or tokens are to be drawn by the reference.
+            Nothing that depends on values is checked.
     """
-    _check(logits, sampled_ids, kinds, out, top, draws, seeds, positions)
+    of_rows = {"sampled_ids": sampled_ids, "seeds": seeds, "positions": positions}
+    if draw is not None:
+        of_rows |= {"draw.seeds": draw.seeds, "draw.positions": draw.positions}
+    _check(logits, kinds, out, top, draws, of_rows)
     if kinds.shape[0] == 0:
         out.offsets[:1] = 0
         return
     if choose_impl(logits, impl) == "reference":
+        if draw is not None:
+            raise ValueError("draw: the noise is a Triton function, which the reference can't run")
         capture_step_reference(
             logits, sampled_ids, kinds, out, top=top, draws=draws, seeds=seeds, positions=positions
         )
         return
-    launch_row_stats(logits, sampled_ids, kinds, out, top, distance)
-    launch_pack(logits, sampled_ids, kinds, out, distance)
+    launch_row_stats(logits, sampled_ids, kinds, out, top, draw is not None, distance)
+    launch_pack(logits, sampled_ids, kinds, out, draw, distance)
+    if draw is not None:
+        launch_take_tokens(logits, sampled_ids, kinds, out, distance)
     if top:
         launch_top(logits, kinds, out, top, distance)
     if draws:
@@ -81,13 +93,11 @@ def capture_step(
 
 def _check(
     logits: torch.Tensor,
-    sampled_ids: torch.Tensor,
     kinds: torch.Tensor,
     out: StepOutput,
     top: int,
     draws: int,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
+    of_rows: dict[str, torch.Tensor],
 ) -> None:
     """Refuse arguments that the kernels would read past."""
     if logits.ndim != 2 or logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -102,12 +112,8 @@ def _check(
     rows = kinds.numel()
     if rows < logits.shape[0]:
         raise ValueError(f"kinds: got {rows}, expected at least {logits.shape[0]} as logits has")
-    for name, tensor, dtype in (
-        ("sampled_ids", sampled_ids, torch.int64),
-        ("kinds", kinds, torch.int8),
-        ("seeds", seeds, torch.int64),
-        ("positions", positions, torch.int64),
-    ):
+    for name, tensor in {"kinds": kinds, **of_rows}.items():
+        dtype = torch.int8 if tensor is kinds else torch.int64
         if tensor.shape != (rows,) or tensor.dtype != dtype or not tensor.is_contiguous():
             raise ValueError(
                 f"{name}: got {list(tensor.shape)} {tensor.dtype}, "

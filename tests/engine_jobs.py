@@ -17,6 +17,7 @@ import torch
 
 from rollout.capture.batch import BatchRows
 from rollout.capture.core import CaptureCore
+from rollout.capture.v2 import V2Adapter
 from rollout.config import JobConfig
 from rollout.jobfile import check_job
 from rollout.storage import Storage
@@ -111,6 +112,10 @@ class SeenLogits:
     sampled: dict[tuple[str, int], int] = field(default_factory=dict)
     replaced: int = 0
     discarded: int = 0
+    drawn: int = 0
+    """Tokens that the capture drew."""
+    drawn_otherwise: int = 0
+    """Those of them that vLLM's own sampler, run beside it, drew differently."""
 
 
 @contextmanager
@@ -121,6 +126,7 @@ def seen_logits() -> Iterator[SeenLogits]:
     seen = SeenLogits()
     last: list[torch.Tensor] = []  # stays empty where another sampler runs, as on CUDA
     stock_forward, stock_on_step = TopKTopPSampler.forward_cpu, CaptureCore.on_step
+    stock_on_draw, stock_draw = CaptureCore.on_draw, V2Adapter._draw
 
     def forward_cpu(self: Any, *args: Any, **kwargs: Any) -> Any:
         sampled, masked = stock_forward(self, *args, **kwargs)
@@ -130,7 +136,24 @@ def seen_logits() -> Iterator[SeenLogits]:
     def on_step(
         self: CaptureCore, logits: torch.Tensor, sampled: torch.Tensor, rows: BatchRows
     ) -> None:
-        masked = (last.pop() if last else logits.clone()).cpu()
+        keep((last.pop() if last else logits.clone()).cpu(), sampled, rows)
+        stock_on_step(self, logits, sampled, rows)
+
+    def on_draw(self: CaptureCore, logits: torch.Tensor, rows: BatchRows) -> torch.Tensor | None:
+        sampled = stock_on_draw(self, logits, rows)
+        if sampled is not None:
+            keep(logits.clone().cpu(), sampled, rows)
+        return sampled
+
+    def draw(self: V2Adapter, *args: Any, **kwargs: Any) -> torch.Tensor:
+        sampled = stock_draw(self, *args, **kwargs)
+        if self._taken:
+            theirs = self._stock_draw(*args, **kwargs)
+            seen.drawn += len(theirs)
+            seen.drawn_otherwise += int((sampled != theirs).sum())
+        return sampled
+
+    def keep(masked: torch.Tensor, sampled: torch.Tensor, rows: BatchRows) -> None:
         for i, request_id in enumerate(rows.request_ids):
             if rows.kinds[i] == 0:
                 seen.discarded += 1
@@ -139,15 +162,18 @@ def seen_logits() -> Iterator[SeenLogits]:
             seen.replaced += key in seen.rows
             seen.rows[key] = masked[i]
             seen.sampled[key] = int(sampled[i])
-        stock_on_step(self, logits, sampled, rows)
 
     TopKTopPSampler.forward_cpu = forward_cpu
     CaptureCore.on_step = on_step  # type: ignore[method-assign]
+    CaptureCore.on_draw = on_draw  # type: ignore[method-assign]
+    V2Adapter._draw = draw  # type: ignore[method-assign]
     try:
         yield seen
     finally:
         TopKTopPSampler.forward_cpu = stock_forward
         CaptureCore.on_step = stock_on_step  # type: ignore[method-assign]
+        CaptureCore.on_draw = stock_on_draw  # type: ignore[method-assign]
+        V2Adapter._draw = stock_draw  # type: ignore[method-assign]
 
 
 def memory_rows(url: str) -> list[dict[str, Any]]:

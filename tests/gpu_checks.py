@@ -29,6 +29,7 @@ from engine_jobs import (
 )
 from tiny_model import make_tiny_model
 
+from rollout.capture.core import CaptureCore
 from rollout.pipeline import generate
 from rollout.work import rollout_seed
 
@@ -39,6 +40,13 @@ KINDS: list[dict[str, Any]] = [
     {"top_p": 0.8, "top_k": 50, "temperature": 0.6},
     {"temperature": 0.0, "n": 1},
 ]
+
+
+def mixed_kinds(prompts: int) -> list[dict[str, Any]]:
+    """All kinds in the first half, no greedy ones in the rest: vLLM draws where there is one."""
+    return [KINDS[i % (5 if i < prompts // 2 else 4)] for i in range(prompts)]
+
+
 ENGINE = {
     "max_num_seqs": 64,
     "kv_cache_memory_bytes": 2 * 2**30,
@@ -58,7 +66,10 @@ def exact(folder: Path) -> None:
     from test_generate_exact import check_against_sampler
 
     model = make_tiny_model(folder / "model", vocab_size=4000, dtype=torch.bfloat16)
-    rows = [{"id": str(i), "prompt": f"p{i}", "sampling": KINDS[i % 5]} for i in range(60)]
+    rows = [
+        {"id": str(i), "prompt": f"p{i}", "sampling": kind}
+        for i, kind in enumerate(mixed_kinds(60))
+    ]
     prompts = write_prompts(folder / "p.jsonl", rows)
     job = make_job(
         model,
@@ -71,10 +82,16 @@ def exact(folder: Path) -> None:
     with seen_logits() as seen:
         summary = generate(job, show_progress=False)
     stored = read_rows(folder / "out")
-    assert len(stored) == 48 * 4 + 12, len(stored)
+    assert len(stored) == 54 * 4 + 6, len(stored)
     tokens = check_against_sampler(stored, seen)
-    print(f"exact: {tokens} tokens of {len(stored)} rollouts, {engine_facts(folder / 'out')}")
+    facts = engine_facts(folder / "out")
+    print(
+        f"exact: {tokens} tokens of {len(stored)} rollouts, {seen.drawn} drawn by the capture, "
+        f"{seen.drawn_otherwise} of them otherwise than by vLLM, {facts}"
+    )
     assert summary.rollouts_failed == 0
+    assert (seen.drawn > 1000) == (facts["tokens_drawn_over"] == "support")
+    assert seen.drawn_otherwise == 0
 
 
 def untruncated(folder: Path) -> None:
@@ -116,18 +133,16 @@ def untruncated(folder: Path) -> None:
     assert worst["tail"] < 1e-5
 
 
-def count_preemptions() -> Any:
+def count_calls(owner: type, name: str) -> Any:
     """Count from now on, in the engine's process too, which is forked from this one."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-
     counter = multiprocessing.get_context("fork").Value("q", 0)
-    stock = Scheduler._preempt_request
+    stock = getattr(owner, name)
 
-    def preempt(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
         counter.value += 1
         return stock(self, *args, **kwargs)
 
-    Scheduler._preempt_request = preempt
+    setattr(owner, name, counted)
     return counter
 
 
@@ -138,7 +153,8 @@ def alignment(folder: Path) -> None:
     torch.set_num_threads(1)  # a fork of a process with a pool of torch's threads hangs
     model = make_tiny_model(folder / "model", vocab_size=4000, dtype=torch.bfloat16)
     rows = [
-        {"id": str(i), "prompt": "x" * (20 + i % 200), "sampling": KINDS[i % 5]} for i in range(260)
+        {"id": str(i), "prompt": "x" * (20 + i % 200), "sampling": kind}
+        for i, kind in enumerate(mixed_kinds(260))
     ]
     job = make_job(
         model,
@@ -162,16 +178,23 @@ def alignment(folder: Path) -> None:
         },
         capture={"support_capacity": 2**22},
     )
-    start, preemptions = time.monotonic(), count_preemptions()
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    start, preemptions = time.monotonic(), count_calls(Scheduler, "_preempt_request")
+    recorded, drawn = count_calls(CaptureCore, "on_step"), count_calls(CaptureCore, "on_draw")
     summary = generate(job, show_progress=False)
     stored = read_rows(folder / "out")
     assert summary.rollouts_failed == 0, summary.reasons
-    assert len(stored) == 208 * 8 + 52
+    assert len(stored) == 234 * 8 + 26
     assert preemptions.value >= 20
+    over_support = engine_facts(folder / "out")["tokens_drawn_over"] == "support"
+    assert recorded.value >= 20
+    assert (drawn.value >= 20) == over_support
     tokens = sum(len(row["token_ids"]) for row in stored)
     reasons = {row["finish_reason"] for row in stored}
     print(
         f"alignment: {tokens} tokens, {len(stored)} rollouts, {preemptions.value} preemptions, "
+        f"{drawn.value} of {recorded.value + drawn.value} steps drawn by the capture, "
         f"{summary.replaced_rows} rows replaced, finish {reasons}, "
         f"{time.monotonic() - start:.0f} s, sync check error, {engine_facts(folder / 'out')}"
     )

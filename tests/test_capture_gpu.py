@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from noise import add_noise
 from oracle_capture import (
     EMPTY,
     GREEDY,
@@ -20,8 +21,9 @@ from oracle_capture import (
 )
 
 from rollout.kernels import draws as draws_module
-from rollout.kernels import pack_support, row_stats, top_capture
+from rollout.kernels import pack_support, row_stats, token_draw, top_capture
 from rollout.kernels.support_capture import StepOutput, capture_step
+from rollout.kernels.token_draw import TokenDraw
 
 pytestmark = pytest.mark.gpu
 
@@ -120,6 +122,7 @@ def test_steps_neither_wait_nor_compile_nor_allocate() -> None:
         pack_support._pack_kernel,
         top_capture._top_kernel,
         draws_module._draws_kernel,
+        token_draw._take_tokens_kernel,
     ]
     vocab = 32_000
     out = StepOutput.allocate(
@@ -136,7 +139,10 @@ def test_steps_neither_wait_nor_compile_nor_allocate() -> None:
 
     def run(step: int) -> None:
         logits, ids, kinds = steps[step]
-        capture_step(logits, ids, kinds, out, top=20, draws=2, seeds=ids, positions=ids)
+        for draw in (None, TokenDraw(add_noise=add_noise, seeds=ids, positions=ids)):
+            capture_step(
+                logits, ids, kinds, out, top=20, draws=2, seeds=ids, positions=ids, draw=draw
+            )
 
     run(0)
     compiled = [sum(len(cache[0]) for cache in k.device_caches.values()) for k in kernels]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import resource
 import signal
@@ -13,14 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from noise import add_noise, noise_of
 from spool_blocks import entries_of
 
 from rollout.capture import copy_ahead, ring
-from rollout.capture.batch import BatchRows
+from rollout.capture.batch import BatchRows, RowNoise
 from rollout.capture.launch_graphs import LaunchGraphs
 from rollout.capture.request import GREEDY, KEPT, NONE, SKIP, TOP, CaptureSettings
 from rollout.capture.ring_process import take_steps
 from rollout.capture.shared_ring import SharedRing
+from rollout.kernels.support_capture import capture_step
+from rollout.kernels.token_draw import token_reference
 from rollout.spool import FLAG_LOST, FLAG_OVERFLOW, SpoolReader, StoredStep
 
 VOCAB = 50
@@ -77,10 +81,17 @@ def recorder() -> Iterator[ring.RingRecorder]:
     made.stop()
 
 
-def make_recorder(capacity: int = 400, slots: int = 3) -> ring.RingRecorder:
+def make_recorder(
+    capacity: int = 400, slots: int = 3, draws_tokens: bool = False
+) -> ring.RingRecorder:
     settings = CaptureSettings(support_capacity=capacity, top=4, draws=2)
     return ring.RingRecorder(
-        settings, device=torch.device("cpu"), max_rows=8, vocab_size=VOCAB, slots=slots
+        settings,
+        device=torch.device("cpu"),
+        max_rows=8,
+        vocab_size=VOCAB,
+        slots=slots,
+        add_noise=add_noise if draws_tokens else None,
     )
 
 
@@ -169,6 +180,50 @@ def test_a_row_past_the_capacity_is_flagged_and_the_rest_is_whole(tmp_path: Path
     assert (block.need, block.num_entries) == (15, 11)
 
 
+def step_to_draw(seed: int) -> tuple[torch.Tensor, BatchRows, list[int]]:
+    """A step of KEPT rows that are drawn here, and their tokens."""
+    logits, _, rows = step_of(seed, 4)
+    logits[:, 10:] = -torch.inf
+    noise = RowNoise(
+        seeds=np.arange(seed, seed + 4, dtype=np.int64), positions=np.full(4, 9, np.int64)
+    )
+    tokens = [token_reference(logits[i], noise_of(seed + i, 9, VOCAB)) for i in range(4)]
+    kinds = np.full(4, KEPT, np.int8)
+    return logits, dataclasses.replace(rows, kinds=kinds, noise=noise), tokens
+
+
+def test_tokens_drawn_here_are_returned_and_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ring, "capture_step", functools.partial(capture_step, impl="triton"))
+    recorder = make_recorder(draws_tokens=True)
+    recorder.start(str(tmp_path))
+    returned = {}
+    for seed in range(8):
+        if seed % 3:
+            logits, rows, _ = step_to_draw(seed)
+            returned[seed] = recorder.record(seed, logits, None, rows)
+        else:
+            assert recorder.record(seed, *step_of(seed)) is None
+        recorder.flush()
+    blocks = list(SpoolReader(tmp_path).poll())
+    assert len(blocks) == 8
+    for seed, block in enumerate(blocks):
+        if not seed % 3:
+            check_block(block, seed)
+            continue
+        logits, _, tokens = step_to_draw(seed)
+        assert block.sampled.tolist() == tokens
+        # no view: other steps have passed since
+        assert returned[seed].tolist() == tokens  # type: ignore[union-attr]
+        assert block.counts.tolist() == [10] * 4
+        log_q = logits.double().log_softmax(-1).numpy()[range(4), tokens]
+        np.testing.assert_allclose(block.sampled_logprobs, log_q, atol=1e-6)
+    tried = recorder.try_draw(*step_to_draw(30)[:2])
+    assert tried.tolist() == step_to_draw(30)[2]
+    recorder.stop()
+
+
 def signal_process(recorder: ring.RingRecorder, number: int) -> None:
     assert recorder._process is not None
     os.kill(recorder._process.pid, number)
@@ -183,12 +238,16 @@ def test_no_free_slot_in_time_loses_the_step_by_name(
     recorder.record(0, *step_of(0))
     monkeypatch.setattr(ring, "SLOT_SECONDS", 0.05)
     recorder.record(1, *step_of(1))
+    # nobody has drawn its tokens
+    logits, rows, _ = step_to_draw(3)
+    assert recorder.record(3, logits, None, rows) is None
     monkeypatch.setattr(ring, "SLOT_SECONDS", 30.0)
     signal_process(recorder, signal.SIGCONT)
     recorder.record(2, *step_of(2))
     recorder.stop()
     steps = {step.step: step for step in SpoolReader(tmp_path).poll()}
-    assert sorted(steps) == [0, 1, 2]
+    assert sorted(steps) == [0, 1, 2, 3]
+    assert steps[3].flags.tolist() == [FLAG_LOST] * 4
     lost = steps[1]
     assert lost.flags.tolist() == [FLAG_LOST] * 4 + [0]  # a row that does not count is not lost
     assert lost.request_ids == step_of(1)[2].request_ids

@@ -8,12 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from noise import add_noise, noise_of
 from spool_blocks import entries_of
 
 from rollout.capture import launch_graphs
-from rollout.capture.batch import BatchRows
+from rollout.capture.batch import BatchRows, RowNoise
 from rollout.capture.request import KEPT, SKIP, CaptureSettings
 from rollout.capture.ring import RingRecorder
+from rollout.kernels.token_draw import token_reference
 from rollout.spool import SpoolReader, StoredStep
 
 pytestmark = pytest.mark.gpu
@@ -25,7 +27,12 @@ VOCABS = (20_011, 20_008)  # without and with wide loads
 def make_recorder(vocab: int = VOCABS[0]) -> RingRecorder:
     settings = CaptureSettings(support_capacity=1 << 21, top=0, draws=2)
     return RingRecorder(
-        settings, device=torch.device("cuda"), max_rows=ROWS, vocab_size=vocab, slots=3
+        settings,
+        device=torch.device("cuda"),
+        max_rows=ROWS,
+        vocab_size=vocab,
+        slots=3,
+        add_noise=add_noise,
     )
 
 
@@ -54,13 +61,20 @@ def logits_of(
     return buffer[:n]
 
 
-def check(found: StoredStep, logits: torch.Tensor) -> None:
+def tokens_of(step: int, logits: torch.Tensor) -> list[int]:
+    """The tokens that a step draws; its last row does not count."""
+    vocab = logits.shape[1]
+    noise = (noise_of(i, step + i, vocab, "cuda") for i in range(len(logits) - 1))
+    return [*(token_reference(row, of_row) for row, of_row in zip(logits, noise, strict=False)), 0]
+
+
+def check(found: StoredStep, logits: torch.Tensor, *, drawn: bool) -> None:
     """Compare one stored step with float64."""
     step, (n, vocab) = found.step, logits.shape
     live = n - 1  # the last row does not count
     assert found.request_ids == [f"r{step}-{i}" for i in range(n)]
     assert found.positions.tolist() == [step + i for i in range(n)]
-    assert found.sampled.tolist() == [step] * n
+    assert found.sampled.tolist() == (tokens_of(step, logits) if drawn else [step] * n)
     mask = logits[:live] > -torch.inf
     assert found.counts.tolist() == [*mask.sum(dim=1).tolist(), 0]
     assert found.need == found.num_entries == int(mask.sum())
@@ -79,14 +93,16 @@ def check(found: StoredStep, logits: torch.Tensor) -> None:
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("place", ["fixed", "anywhere"])
+@pytest.mark.parametrize("drawn", [False, True], ids=["sampled", "drawn"])
 def test_every_step_arrives(
-    recorder: RingRecorder, tmp_path: Path, dtype: torch.dtype, place: str
+    recorder: RingRecorder, tmp_path: Path, dtype: torch.dtype, place: str, drawn: bool
 ) -> None:
     vocab = recorder._vocab_size
     buffer = torch.empty(ROWS, vocab, device="cuda", dtype=dtype) if place == "fixed" else None
     launches = {key for key in recorder._graphs._graphs if len(key) > 2}  # type: ignore[arg-type]
     recorder.start(str(tmp_path))
     seeds = np.arange(ROWS, dtype=np.int64)
+    returned = []
     for step in range(STEPS):
         logits = logits_of(step, vocab, dtype, buffer)
         n = logits.shape[0]
@@ -97,10 +113,11 @@ def test_every_step_arrives(
             positions=np.arange(step, step + n, dtype=np.int32),
             kinds=kinds,
             seeds=seeds[:n],
+            noise=RowNoise(seeds=seeds[:n], positions=np.arange(step, step + n)) if drawn else None,
         )
-        sampled = torch.full((n, 1), step, device="cuda", dtype=torch.int32)
+        sampled = None if drawn else torch.full((n, 1), step, device="cuda", dtype=torch.int32)
         torch.cuda.set_sync_debug_mode("error")
-        recorder.record(step, logits, sampled, rows)
+        returned.append(recorder.record(step, logits, sampled, rows))
         torch.cuda.set_sync_debug_mode("default")
         logits.fill_(torch.nan)  # the engine goes on with the memory
         del logits
@@ -108,7 +125,11 @@ def test_every_step_arrives(
     assert recorder.error is None
     steps = 0
     for found in SpoolReader(tmp_path).poll():
-        check(found, logits_of(found.step, vocab, dtype, None))
+        check(found, logits_of(found.step, vocab, dtype, None), drawn=drawn)
+        tokens = returned[found.step]
+        assert (None if tokens is None else tokens.tolist()) == (
+            found.sampled.tolist() if drawn else None
+        )
         steps += 1
     assert steps == STEPS
     # no step was launched kernel by kernel, wherever its logits were

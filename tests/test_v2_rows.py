@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from rollout.capture import v2
 from rollout.capture.batch import BatchRows
 from rollout.capture.request import GREEDY, KEPT, NONE, SKIP, TOP, extra_args
 from rollout.capture.v2 import V2Adapter
@@ -28,19 +29,33 @@ class Scheduled:
     prefill: int
 
 
+def gumbel_sample(logits: torch.Tensor, *_args: object, **_kwargs: object) -> torch.Tensor:
+    """Stands in for vLLM's own draws; the hook looks for it beside the sampler's class."""
+    return torch.full((len(logits),), 7)
+
+
+class Sampler:
+    """Stands in for vLLM's sampler: masks nothing."""
+
+    def __init__(self) -> None:
+        seeds = SimpleNamespace(np=np.arange(100, 100 + SLOTS, dtype=np.int64))
+        self.sampling_states = SimpleNamespace(seeds=seeds)
+
+    def add_request(self, *_: object) -> None: ...
+
+    def sample(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gumbel_sample(logits, apply_temperature=False), logits
+
+
 class Runner:
-    """Stands in for vLLM's runner and sampler."""
+    """Stands in for vLLM's runner."""
 
     def __init__(self) -> None:
         self.max_num_reqs = SLOTS
         self.rejection_sampler = None
         self.req_states = SimpleNamespace(prompt_len=SimpleNamespace(np=np.zeros(SLOTS, np.int32)))
-        self.sampler = SimpleNamespace(add_request=lambda *_: None, sample=self._sampled)
+        self.sampler = Sampler()
         self.wanted: dict[str, tuple[int, int, int]] = {}
-
-    @staticmethod
-    def _sampled(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.zeros(len(logits), 1, dtype=torch.int64), logits
 
     def sample(self, hidden_states: torch.Tensor, batch: Any) -> Any:
         return self.sampler.sample(logits=hidden_states)
@@ -52,8 +67,8 @@ class Runner:
         self.req_states.prompt_len.np[slot] = prompt
         self.sampler.add_request(slot, prompt, SimpleNamespace(extra_args=extra_args(kind, seed)))
 
-    def step(self, rows: list[Scheduled]) -> None:
-        """Run a step."""
+    def step(self, rows: list[Scheduled]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a step; return what the sampler does."""
         batch = SimpleNamespace(
             req_ids=[row.name for row in rows],
             num_tokens=sum(row.tokens for row in rows),
@@ -62,7 +77,8 @@ class Runner:
             num_scheduled_tokens=np.array([row.tokens for row in rows], np.int32),
             prefill_len_np=np.array([row.prefill for row in rows], np.int32),
         )
-        self.sample(torch.zeros(len(rows), 4), batch)
+        result: tuple[torch.Tensor, torch.Tensor] = self.sample(torch.zeros(len(rows), 4), batch)
+        return result
 
 
 class Case:
@@ -95,7 +111,8 @@ class Case:
 
 
 @pytest.fixture
-def case() -> Case:
+def case(monkeypatch: pytest.MonkeyPatch) -> Case:
+    monkeypatch.setattr(v2, "_find_noise", lambda _sampler: None)
     return Case()
 
 
@@ -176,3 +193,88 @@ def test_rows_that_stay_the_same_are_the_same_array(case: Case) -> None:
     case.step(Scheduled(name="a", slot=0, computed=0, tokens=2, prefill=2))
     first, second = case.step(decode("a", 0, 2)), case.step(decode("a", 0, 3))
     assert first.kinds is second.kinds
+
+
+class Drawing:
+    """What an adapter whose capture draws was called with."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, drawn: int | None = 3) -> None:
+        monkeypatch.setattr(v2, "_find_noise", lambda _sampler: object())
+        monkeypatch.setitem(globals(), "gumbel_sample", gumbel_sample)  # put back in the end
+        self.runner = Runner()
+        self.adapter = V2Adapter(self.runner)
+        self.recorded: list[BatchRows] = []
+        self.drawn: list[BatchRows] = []
+        self.adapter.on_step = lambda _logits, _sampled, rows: self.recorded.append(rows)
+
+        def on_draw(logits: torch.Tensor, rows: BatchRows) -> torch.Tensor | None:
+            self.drawn.append(rows)
+            return None if drawn is None else torch.full((len(logits),), drawn)
+
+        self.adapter.on_draw = on_draw
+
+    def tokens(self, *rows: Scheduled) -> list[int]:
+        """Run a step; return the tokens that vLLM gets."""
+        return self.runner.step(list(rows))[0].tolist()
+
+
+def test_the_capture_draws_where_every_row_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Drawing(monkeypatch)
+    case.runner.add("a", 5, 4, KEPT)
+    case.runner.add("b", 2, 3, KEPT)
+    prefill = [
+        Scheduled(name="a", slot=5, computed=0, tokens=4, prefill=4),
+        Scheduled(name="b", slot=2, computed=0, tokens=3, prefill=3),
+    ]
+    assert case.tokens(*prefill) == [3, 3]
+    for step in range(3):
+        assert case.tokens(decode("a", 5, 4 + step), decode("b", 2, 3 + step)) == [3, 3]
+    for step, rows in enumerate(case.drawn):
+        assert rows.noise is not None
+        assert rows.noise.seeds.tolist() == [105, 102]
+        # the last token that is there, as vLLM's sampler counts
+        assert rows.noise.positions.tolist() == [3 + step, 2 + step]
+        assert rows.positions.tolist() == [step, step]
+    assert case.drawn[-1].noise.seeds is case.drawn[-2].noise.seeds  # type: ignore[union-attr]
+    assert not case.recorded
+
+
+@pytest.mark.parametrize("kind", [GREEDY, TOP, NONE, SKIP])
+def test_vllm_draws_where_a_row_is_of_another_kind(
+    monkeypatch: pytest.MonkeyPatch, kind: int
+) -> None:
+    case = Drawing(monkeypatch)
+    case.runner.add("a", 0, 1, KEPT)
+    case.runner.add("b", 1, 1, kind)
+    assert case.tokens(decode("a", 0, 1), decode("b", 1, 1)) == [7, 7]
+    assert len(case.recorded) == 1
+    assert not case.drawn
+    assert case.tokens(decode("a", 0, 2)) == [3]
+    assert len(case.recorded) == 1
+
+
+def test_vllm_draws_what_the_capture_could_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Drawing(monkeypatch, drawn=None)
+    case.runner.add("a", 0, 1, KEPT)
+    assert case.tokens(decode("a", 0, 1)) == [7]
+    # the capture has said what became of the step
+    assert (len(case.drawn), len(case.recorded)) == (1, 0)
+
+
+def test_vllm_draws_what_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Drawing(monkeypatch)
+    case.runner.add("a", 0, 1, KEPT)
+    case.adapter.on_step = None
+    assert case.tokens(decode("a", 0, 1)) == [7]
+    assert not case.drawn
+    # as in vLLM's warm-up, which knows no requests
+    assert case.runner.sampler.sample(torch.zeros(2, 4))[0].tolist() == [7, 7]
+
+
+def test_a_new_engine_takes_the_hook_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = Drawing(monkeypatch, drawn=3), Drawing(monkeypatch, drawn=4)
+    second.runner.add("a", 0, 1, KEPT)
+    assert second.tokens(decode("a", 0, 1)) == [4]
+    second.adapter.on_draw = None
+    assert second.tokens(decode("a", 0, 2)) == [7]
+    assert not first.drawn

@@ -20,9 +20,11 @@ from dataclasses import asdict, dataclass
 
 import torch
 import triton
+import triton.language as tl
 
 from rollout.kernels.draws import draw_bits
 from rollout.kernels.support_capture import RowKind, StepOutput, capture_step
+from rollout.kernels.token_draw import TokenDraw
 
 ROWS = 512
 VOCAB = 151_936
@@ -41,6 +43,8 @@ class Case:
     """Ids kept in all rows together."""
     top: int = 0
     draws: int = 0
+    draw_token: bool = False
+    """Whether the step draws its tokens itself."""
     goal_ms: float | None = None
 
 
@@ -69,6 +73,10 @@ CASES = (
     Case(name="fp32 kept 89 k", dtype=FP32, kind=KEPT, kept=89_000, goal_ms=0.12),
     Case(name="fp32 kept 2.2 M", dtype=FP32, kind=KEPT, kept=2_200_000),
     Case(name="fp32 kept 9.3 M", dtype=FP32, kind=KEPT, kept=9_300_000, goal_ms=0.17),
+    Case(name="fp32 kept 89 k, token drawn", dtype=FP32, kind=KEPT, kept=89_000, draw_token=True),
+    Case(
+        name="fp32 kept 9.3 M, token drawn", dtype=FP32, kind=KEPT, kept=9_300_000, draw_token=True
+    ),
     Case(name="fp32 kept 89 k, 8 draws", dtype=FP32, kind=KEPT, kept=89_000, draws=8),
     Case(name="fp32 top 128", dtype=FP32, kind=TOP, kept=ALL, top=128),
     Case(name="fp32 top 128, 8 draws", dtype=FP32, kind=TOP, kept=ALL, top=128, draws=8),
@@ -79,6 +87,17 @@ CASES = (
     Case(name="bf16 top 128", dtype=BF16, kind=TOP, kept=ALL, top=128),
     Case(name="bf16 top 128, 8 draws", dtype=BF16, kind=TOP, kept=ALL, top=128, draws=8),
 )
+
+
+@triton.jit
+def add_gumbel(value, ids, seed, position):  # type: ignore[no-untyped-def]
+    """Add Gumbel noise of 24 bits, by a hash of seed, position and id as an engine's sampler."""
+    word = ids.to(tl.uint32) * 0x9E3779B1 + position.to(tl.uint32) * 0x85EBCA77
+    word = (word ^ seed.to(tl.uint32) ^ (seed >> 32).to(tl.uint32)) * 0xC2B2AE3D
+    word = (word ^ (word >> 15)) * 0x27D4EB2F
+    word = word ^ (word >> 13)
+    uniform = ((word >> 8).to(tl.int32).to(tl.float32) + 0.5) * 5.9604644775390625e-08
+    return value - tl.log(-tl.log(uniform))
 
 
 def main() -> None:
@@ -97,13 +116,13 @@ def main() -> None:
     print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s, bytes read plus bytes written")
     results = [run_case(case, device, bandwidth, options.replays) for case in CASES]
     print(
-        f"{'case':<26}{'entries':>10}{'median ms':>11}{'p10-p90':>16}{'floor':>8}{'x floor':>9}"
+        f"{'case':<30}{'entries':>10}{'median ms':>11}{'p10-p90':>16}{'floor':>8}{'x floor':>9}"
         f"{'goal':>7}{'host ms':>9}{'logq err':>10}{'tail err':>10}"
     )
     for result in results:
         goal = "" if result.goal_ms is None else f"{result.goal_ms:.2f}"
         print(
-            f"{result.name:<26}{result.entries:>10}{result.median_ms:>11.4f}"
+            f"{result.name:<30}{result.entries:>10}{result.median_ms:>11.4f}"
             f"{f'{result.low_ms:.4f}-{result.high_ms:.4f}':>16}{result.floor_ms:>8.4f}"
             f"{result.median_ms / result.floor_ms:>9.2f}{goal:>7}{result.host_ms:>9.3f}"
             f"{result.worst_logprob:>10.2f}{result.worst_tail:>10.1e}"
@@ -209,17 +228,22 @@ def run_case(case: Case, device: torch.device, bandwidth: float, replays: int) -
         device=device,
     )
 
+    draw = None
+    if case.draw_token:
+        draw = TokenDraw(add_noise=add_gumbel, seeds=seeds, positions=positions)
+
     def step(index: int) -> None:
         logits, sampled = sets[index % SETS]
         capture_step(
             logits,
-            sampled,
+            out.sampled_ids if case.draw_token else sampled,
             kinds,
             out,
             top=case.top,
             draws=case.draws,
             seeds=seeds,
             positions=positions,
+            draw=draw,
         )
 
     repeats = 3 * SETS
@@ -240,6 +264,8 @@ def run_case(case: Case, device: torch.device, bandwidth: float, replays: int) -
         buffer.fill_(-7)
     step(0)
     logits, sampled = sets[0]
+    if case.draw_token:
+        sampled = out.sampled_ids
     worst_logprob, worst_tail = check(case, logits, sampled, out, seeds, positions)
     entries = int(out.offsets[ROWS])
     size = logits.numel() * logits.element_size() + 8 * (entries + ROWS * case.draws)

@@ -23,7 +23,23 @@ class BatchRows:
     so that the same array in another step says the same."""
     seeds: npt.NDArray[np.int64]
     """[N] seeds of the recorded draws."""
+    noise: RowNoise | None = None
+    """What the capture needs to draw the tokens itself; null where the engine draws them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowNoise:
+    """By what the engine's sampler would draw the tokens of N KEPT rows."""
+
+    seeds: npt.NDArray[np.int64]
+    """[N]; never changed, so that the same array in another step says the same."""
+    positions: npt.NDArray[np.int64]
+    """[N] index of the token before in the prompt and the output."""
 
 
 OnStep = Callable[[torch.Tensor, torch.Tensor, BatchRows], None]
 """Called in each sampling step with masked logits [N, V], sampled ids [N] and the N rows."""
+
+OnDraw = Callable[[torch.Tensor, BatchRows], torch.Tensor | None]
+"""Called in place of `OnStep` where rows have their noise, with masked logits [N, V] and the N
+rows; returns [N] int64 sampled ids, or null if the engine is to draw them."""

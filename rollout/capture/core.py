@@ -6,7 +6,7 @@ the host knows of the rows, and a recorder for the device does the rest.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from rollout.capture.batch import BatchRows
 from rollout.capture.request import CaptureSettings
 from rollout.capture.ring import RingRecorder
 from rollout.kernels.support_capture import StepOutput, capture_step
+from rollout.kernels.token_draw import TokenDraw
 from rollout.spool import FLAG_OVERFLOW, SpoolWriter, StepBlock
 
 
@@ -42,9 +43,16 @@ class Recorder(Protocol):
         """Return once everything recorded so far is in the spool."""
 
     def record(
-        self, number: int, logits: torch.Tensor, sampled: torch.Tensor, rows: BatchRows
-    ) -> None:
-        """Record one step: logits [N, V], sampled ids [N], and the N rows."""
+        self, number: int, logits: torch.Tensor, sampled: torch.Tensor | None, rows: BatchRows
+    ) -> torch.Tensor | None:
+        """Record one step: logits [N, V], sampled ids [N], and the N rows.
+
+        Without sampled ids, draw them by the rows' noise and return them, [N] int64; null if they
+        could not be drawn.
+        """
+
+    def try_draw(self, logits: torch.Tensor, rows: BatchRows) -> torch.Tensor:
+        """Return the ids that a step would draw, [N] int64, and record nothing."""
 
 
 class CaptureCore:
@@ -58,6 +66,7 @@ class CaptureCore:
         max_rows: int,
         vocab_size: int,
         steps_in_flight: int,
+        add_noise: Any = None,
     ) -> None:
         """Allocate the buffers.
 
@@ -67,6 +76,8 @@ class CaptureCore:
             max_rows: most rows of a step.
             vocab_size: widest row of logits.
             steps_in_flight: steps that the engine launches before it waits for the first.
+            add_noise: the sampler's noise, see `rollout.kernels.token_draw.TokenDraw`; null if
+                tokens are not drawn here.
         """
         self.recorder: Recorder
         if device.type == "cuda":
@@ -76,10 +87,15 @@ class CaptureCore:
                 max_rows=max_rows,
                 vocab_size=vocab_size,
                 slots=steps_in_flight + 2,
+                add_noise=add_noise,
             )
         else:
             self.recorder = DirectRecorder(
-                settings, device=device, max_rows=max_rows, vocab_size=vocab_size
+                settings,
+                device=device,
+                max_rows=max_rows,
+                vocab_size=vocab_size,
+                add_noise=add_noise,
             )
         self._recording = False
         self._steps = 0
@@ -109,15 +125,37 @@ class CaptureCore:
         self.recorder.record(self._steps, logits, sampled, rows)
         self._steps += 1
 
+    def on_draw(self, logits: torch.Tensor, rows: BatchRows) -> torch.Tensor | None:
+        """Record one step of KEPT rows and draw its tokens.
+
+        Args:
+            logits: [N, V] masked with -inf.
+            rows: the N rows, with their noise.
+
+        Returns:
+            [N] int64 ids, or null if the engine is to draw them; the step is taken care of then.
+        """
+        if not self._recording:
+            return None
+        self._steps += 1
+        return self.recorder.record(self._steps - 1, logits, None, rows)
+
 
 class DirectRecorder:
     """Records on the CPU: each step is written at once."""
 
     def __init__(
-        self, settings: CaptureSettings, *, device: torch.device, max_rows: int, vocab_size: int
+        self,
+        settings: CaptureSettings,
+        *,
+        device: torch.device,
+        max_rows: int,
+        vocab_size: int,
+        add_noise: Any = None,
     ) -> None:
         """Allocate the buffers of one step; see `CaptureCore`."""
         self._settings = settings
+        self._add_noise = add_noise
         self._out = StepOutput.allocate(
             max_rows=max_rows,
             vocab_size=vocab_size,
@@ -152,23 +190,13 @@ class DirectRecorder:
         """Do nothing: a step is in the spool when `record` returns."""
 
     def record(
-        self, number: int, logits: torch.Tensor, sampled: torch.Tensor, rows: BatchRows
-    ) -> None:
-        """Write one step; see `CaptureCore.on_step`."""
+        self, number: int, logits: torch.Tensor, sampled: torch.Tensor | None, rows: BatchRows
+    ) -> torch.Tensor | None:
+        """Write one step; see `Recorder.record`."""
         assert self._writer is not None
         out = self._out
         n = len(rows.kinds)
-        sampled = sampled.reshape(-1).to(torch.int64)
-        capture_step(
-            logits,
-            sampled,
-            torch.from_numpy(rows.kinds),
-            out,
-            top=self._settings.top,
-            draws=self._settings.draws,
-            seeds=torch.from_numpy(rows.seeds),
-            positions=torch.from_numpy(rows.positions.astype(np.int64)),
-        )
+        drawn = self._capture(logits, sampled, rows)
         flags, counts = out.flags[:n].numpy(), out.counts[:n].numpy()
         stored = int(counts[(flags & FLAG_OVERFLOW) == 0].sum())
         self._writer.append(
@@ -177,7 +205,7 @@ class DirectRecorder:
                 need=int(out.offsets[n]),
                 request_ids=rows.request_ids,
                 positions=rows.positions,
-                sampled=sampled.numpy().astype(np.int32),
+                sampled=drawn.numpy().astype(np.int32),
                 kinds=rows.kinds,
                 flags=flags,
                 counts=counts,
@@ -187,3 +215,35 @@ class DirectRecorder:
                 entries=out.entries[:stored].numpy().view(np.uint64),
             )
         )
+        return drawn if sampled is None else None
+
+    def try_draw(self, logits: torch.Tensor, rows: BatchRows) -> torch.Tensor:
+        """Draw and record nothing; see `Recorder.try_draw`."""
+        return self._capture(logits, None, rows)
+
+    def _capture(
+        self, logits: torch.Tensor, sampled: torch.Tensor | None, rows: BatchRows
+    ) -> torch.Tensor:
+        """Fill the buffers; return [N] int64, the sampled ids."""
+        noise = None
+        if sampled is None:
+            assert rows.noise is not None
+            sampled = torch.zeros(len(rows.kinds), dtype=torch.int64)
+            noise = TokenDraw(
+                add_noise=self._add_noise,
+                seeds=torch.from_numpy(rows.noise.seeds),
+                positions=torch.from_numpy(rows.noise.positions),
+            )
+        sampled = sampled.reshape(-1).to(torch.int64)
+        capture_step(
+            logits,
+            sampled,
+            torch.from_numpy(rows.kinds),
+            self._out,
+            top=self._settings.top,
+            draws=self._settings.draws,
+            seeds=torch.from_numpy(rows.seeds),
+            positions=torch.from_numpy(rows.positions.astype(np.int64)),
+            draw=noise,
+        )
+        return sampled

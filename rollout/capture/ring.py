@@ -17,15 +17,17 @@ import subprocess
 import sys
 import time
 import weakref
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from rollout.capture.batch import BatchRows
+from rollout.capture.batch import BatchRows, RowNoise
 from rollout.capture.copy_ahead import CopyAhead
 from rollout.capture.launch_graphs import LaunchGraphs
-from rollout.capture.request import SKIP, CaptureSettings
+from rollout.capture.request import KEPT, SKIP, CaptureSettings
 from rollout.capture.ring_process import LOST_FOLDER
 from rollout.capture.shared_ring import RingLayout, SharedRing
 from rollout.capture.step_slot import StepSlot
@@ -33,6 +35,7 @@ from rollout.kernels.copy_out import copy_out
 from rollout.kernels.fetch_step import fetch_step
 from rollout.kernels.launch import distance, row_unit, stream_handle
 from rollout.kernels.support_capture import StepOutput, capture_step
+from rollout.kernels.token_draw import TokenDraw
 from rollout.spool import FLAG_LOST, SpoolWriter, StepBlock
 
 _log = logging.getLogger(__name__)
@@ -55,6 +58,7 @@ class RingRecorder:
         max_rows: int,
         vocab_size: int,
         slots: int,
+        add_noise: Any = None,
     ) -> None:
         """Allocate the ring and pin its half on the host, since that may synchronise.
 
@@ -64,6 +68,7 @@ class RingRecorder:
             max_rows: most rows of a step.
             vocab_size: widest row of logits.
             slots: steps in flight; more than the engine runs ahead.
+            add_noise: the sampler's noise, or null; see `rollout.kernels.token_draw.TokenDraw`.
 
         Raises:
             OSError: the host has no memory for the ring.
@@ -73,6 +78,7 @@ class RingRecorder:
         self._settings = settings
         self._device = device
         self._vocab_size = vocab_size
+        self._add_noise = add_noise
         self._slots: list[StepSlot] = []
         for _ in range(slots):
             # steps run one after the other on the launch stream: one working memory serves all
@@ -135,12 +141,20 @@ class RingRecorder:
                     kinds=(np.arange(n) % 5).astype(np.int8),
                     seeds=np.zeros(n, np.int64),
                 )
+                drawn = replace(
+                    batch,
+                    kinds=np.full(n, KEPT, np.int8),
+                    noise=RowNoise(seeds=batch.seeds, positions=batch.seeds),
+                )
                 # both ways of copying, twice: the second time makes the graph
                 for index, ahead in itertools.product(
                     range(len(self._slots)), 2 * [0, self._settings.support_capacity]
                 ):
                     self._launch(index, logits, sampled, batch, 0, ahead)
                     torch.cuda.synchronize(self._device)  # the next one writes to the same memory
+                    if self._add_noise is not None:
+                        self._launch(index, logits, None, drawn, 0, ahead)
+                        torch.cuda.synchronize(self._device)
 
     def start(self, folder: str) -> None:
         """Record from now on, into a spool folder."""
@@ -183,16 +197,24 @@ class RingRecorder:
         while self._ring.consumed != self._ring.queued and self.error is None:
             time.sleep(_WAIT_SECONDS)
 
+    def try_draw(self, logits: torch.Tensor, rows: BatchRows) -> torch.Tensor:
+        """Draw on the first slot's buffers and record nothing; see `Recorder.try_draw`."""
+        self._launch(0, logits, None, rows, 0, 0)
+        return self._slots[0].out.sampled_ids[: len(rows.kinds)].clone()
+
     def record(
-        self, number: int, logits: torch.Tensor, sampled: torch.Tensor, rows: BatchRows
-    ) -> None:
+        self, number: int, logits: torch.Tensor, sampled: torch.Tensor | None, rows: BatchRows
+    ) -> torch.Tensor | None:
         """Queue one step; waits for nothing but a free slot, and for that at most 30 s.
 
         Args:
             number: the step's number.
             logits: [N, V] masked.
-            sampled: [N] ids.
+            sampled: [N] ids, or null if they are to be drawn.
             rows: the N rows.
+
+        Returns:
+            What was drawn, [N] int64; null if nothing was.
         """
         ring, waited = self._ring, 0.0
         queued = ring.queued
@@ -200,7 +222,7 @@ class RingRecorder:
             waited = self._wait_for_slot(queued)
             if queued - ring.consumed >= len(self._slots):
                 self._lose(number, rows, waited)
-                return
+                return None
         index = queued % len(self._slots)
         ring.put_rows(
             index,
@@ -214,6 +236,10 @@ class RingRecorder:
         ahead = self._ahead.after(int(self._needs[index][0]))
         self._launch(index, logits, sampled, rows, queued + 1, ahead)
         ring.queued = queued + 1
+        if sampled is not None:
+            return None
+        # the slot's own are written again in some steps, and the engine may keep these
+        return self._slots[index].out.sampled_ids[: len(rows.request_ids)].clone()
 
     def _wait_for_slot(self, queued: int) -> float:
         """Wait for the other process; return the seconds that took."""
@@ -228,21 +254,22 @@ class RingRecorder:
         self,
         index: int,
         logits: torch.Tensor,
-        sampled: torch.Tensor,
+        sampled: torch.Tensor | None,
         rows: BatchRows,
         ready: int,
         ahead: int,
     ) -> None:
         slot = self._slots[index]
-        if sampled.dtype != torch.int64 or not sampled.is_contiguous():
+        drawn = sampled is None
+        if sampled is not None and not (sampled.dtype == torch.int64 and sampled.is_contiguous()):
             sampled = sampled.to(torch.int64).contiguous()
         slot.put(ready, sampled, distance(logits, slot.out.scratch.anchor), rows)
         # addresses travel in memory, so one launch serves every step
-        key = (index, logits.stride(0), logits.shape[1], logits.dtype, row_unit(logits))
+        key = (index, drawn, logits.stride(0), logits.shape[1], logits.dtype, row_unit(logits))
         if 8 * ahead <= _AT_ONCE_BYTES:
-            self._graphs.run((*key, "copy"), lambda: self._fill_and_copy(index, logits))
+            self._graphs.run((*key, "copy"), lambda: self._fill_and_copy(index, logits, drawn))
             return
-        self._graphs.run(key, lambda: self._fill_and_tell(slot, logits))
+        self._graphs.run(key, lambda: self._fill_and_tell(slot, logits, drawn))
         launch_stream = self._launch_stream()
         # without the context manager, which costs as much as the launch
         torch.cuda.set_stream(self._copy_stream)
@@ -258,7 +285,12 @@ class RingRecorder:
             self._stream = torch.cuda.current_stream(self._device)
         return self._stream
 
-    def _fill(self, slot: StepSlot, logits: torch.Tensor) -> None:
+    def _fill(self, slot: StepSlot, logits: torch.Tensor, drawn: bool) -> None:
+        draw = None
+        if drawn:
+            draw = TokenDraw(
+                add_noise=self._add_noise, seeds=slot.noise_seeds, positions=slot.noise_positions
+            )
         fetch_step(slot.host_words, slot.words, slot.out.sampled_ids)
         capture_step(
             logits,
@@ -269,6 +301,7 @@ class RingRecorder:
             draws=self._settings.draws,
             seeds=slot.seeds,
             positions=slot.positions,
+            draw=draw,
             distance=slot.distance,
         )
 
@@ -284,12 +317,12 @@ class RingRecorder:
             ahead=ahead,
         )
 
-    def _fill_and_copy(self, index: int, logits: torch.Tensor) -> None:
-        self._fill(self._slots[index], logits)
+    def _fill_and_copy(self, index: int, logits: torch.Tensor, drawn: bool) -> None:
+        self._fill(self._slots[index], logits, drawn)
         self._copy(index, 0)
 
-    def _fill_and_tell(self, slot: StepSlot, logits: torch.Tensor) -> None:
-        self._fill(slot, logits)
+    def _fill_and_tell(self, slot: StepSlot, logits: torch.Tensor, drawn: bool) -> None:
+        self._fill(slot, logits, drawn)
         slot.filled.record(torch.cuda.current_stream(self._device))
 
     def _wait_and_copy(self, index: int, ahead: int) -> None:

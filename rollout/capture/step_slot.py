@@ -48,36 +48,51 @@ class StepSlot:
             scratch=scratch,
         )
         # what the host knows of the step: its number, where the sampled ids are and how many, where
-        # the logits are, then of each row the seed, the position and the kind
-        seeds, positions, kinds, end = (32 + rows * width for width in (0, 8, 16, 17))
+        # the logits are, then of each row the seed and the position of its draws, those of its
+        # token's noise, and the kind
+        seeds, positions, noise_seeds, noise_positions, kinds, end = (
+            32 + rows * width for width in (0, 8, 16, 24, 32, 33)
+        )
         words = (end + 7) // 8
         self.host_words = torch.zeros(words, dtype=torch.int64, pin_memory=True)
         self.words = torch.zeros(words, dtype=torch.int64, device=device)
         host, there = self.host_words.numpy().view(np.uint8), self.words.view(torch.uint8)
         self._head = memoryview(host[:seeds])  # type: ignore[arg-type]
         self._host_seeds = host[seeds:positions].view(np.int64)
-        self._host_positions = host[positions:kinds].view(np.int64)
+        self._host_positions = host[positions:noise_seeds].view(np.int64)
+        self._host_noise_seeds = host[noise_seeds:noise_positions].view(np.int64)
+        self._host_noise_positions = host[noise_positions:kinds].view(np.int64)
         self._host_kinds = host[kinds:end].view(np.int8)
         self._last_kinds: npt.NDArray[np.int8] | None = None  # the array that is there
+        self._last_noise_seeds: npt.NDArray[np.int64] | None = None
         self.number = self.words[:1]
         self.distance = self.words[3:4]
         self.seeds = there[seeds:positions].view(torch.int64)
-        self.positions = there[positions:kinds].view(torch.int64)
+        self.positions = there[positions:noise_seeds].view(torch.int64)
+        self.noise_seeds = there[noise_seeds:noise_positions].view(torch.int64)
+        self.noise_positions = there[noise_positions:kinds].view(torch.int64)
         self.kinds = there[kinds:end].view(torch.int8)
         # part of the launches, also where they are graphs
         self.filled = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
 
-    def put(self, ready: int, sampled: torch.Tensor, behind: int, rows: BatchRows) -> None:
+    def put(self, ready: int, sampled: torch.Tensor | None, behind: int, rows: BatchRows) -> None:
         """Write what the host knows of a step.
 
         Args:
             ready: the step's number + 1.
-            sampled: [N] int64 ids on the device.
+            sampled: [N] int64 ids on the device, or null if the device draws them.
             behind: from where the logits are (`rollout.kernels.launch.distance`).
             rows: the N rows.
         """
         n, kinds = len(rows.request_ids), rows.kinds
-        _HEAD.pack_into(self._head, 0, ready, sampled.data_ptr(), n, behind)
+        if sampled is None:
+            assert rows.noise is not None
+            _HEAD.pack_into(self._head, 0, ready, 0, 0, behind)
+            self._host_noise_positions[:n] = rows.noise.positions
+            if rows.noise.seeds is not self._last_noise_seeds:
+                self._host_noise_seeds[:n] = self._last_noise_seeds = rows.noise.seeds
+        else:
+            _HEAD.pack_into(self._head, 0, ready, sampled.data_ptr(), n, behind)
         if kinds is not self._last_kinds:
             self._host_kinds[:n] = kinds
             # always as many rows as there may be, so that one graph serves every step

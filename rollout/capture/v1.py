@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout.capture.batch import BatchRows, OnStep
+from rollout.capture.batch import BatchRows, OnDraw, OnStep
 from rollout.capture.request import SKIP, kind_and_seed
 from rollout.errors import EngineError
 
@@ -33,6 +33,9 @@ class V1Adapter:
         self._runner = runner
         self.on_step: OnStep | None = None
         """Called in each step; null while nothing is recorded."""
+        self.on_draw: OnDraw | None = None
+        """Never called: the V1 sampler's noise is no function of the id, so vLLM draws."""
+        self.add_noise = None
         self._known: dict[str, tuple[int, int]] = {}
         self.logits_dtype: str | None = None
         sampler = runner.sampler
@@ -44,6 +47,10 @@ class V1Adapter:
         self._stock_sample = sampler.sample
         sampler.sample = self._sample
         self._dtype_hook = sampler.register_forward_pre_hook(self._see_dtype, with_kwargs=True)
+
+    def check_draw(self, _try_draw: object) -> bool:
+        """Return that the capture does not draw the tokens."""
+        return False
 
     def _see_dtype(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         logits = kwargs["logits"] if "logits" in kwargs else args[0]

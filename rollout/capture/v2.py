@@ -2,12 +2,18 @@
 
 The V2 sampler's `sample` always returns the processed logits, and they are the masked tensor that
 the token was drawn from unless a fused sampler ran; those are switched off here. Everything about
-the rows comes from the runner's host mirrors, so that nothing waits for the device.
+the rows comes from the runner's host mirrors, so that nothing waits for the device. Where all rows
+are truncated, the capture draws the tokens in the sampler's place, by the sampler's noise and over
+the kept ids alone: the same tokens, without the sampler's pass over the vocabulary.
 Source: vllm/v1/worker/gpu/sample/sampler.py and vllm/v1/worker/gpu/model_runner.py of 0.26 to 0.33.
 """
 
 from __future__ import annotations
 
+import importlib
+import logging
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +21,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rollout.capture.batch import BatchRows, OnStep
-from rollout.capture.request import SKIP, kind_and_seed
+from rollout.capture.batch import BatchRows, OnDraw, OnStep, RowNoise
+from rollout.capture.request import KEPT, SKIP, kind_and_seed
 from rollout.errors import EngineError
 
+_log = logging.getLogger(__name__)
 _FUSED = ("use_flashinfer", "use_xpu_sampler")  # the second exists since 0.31
+_TRIED_ROWS = 32  # of which `check_draw` compares the tokens
 
 
 class V2Adapter:
@@ -41,7 +49,10 @@ class V2Adapter:
         self._sampler = sampler
         self.on_step: OnStep | None = None
         """Called in each step; null while nothing is recorded."""
+        self.on_draw: OnDraw | None = None
+        """Called in its place in steps whose tokens are drawn there; null if none are."""
         self._batch: Any = None
+        self._taken = False  # by on_draw
         slots = runner.max_num_reqs
         self._kinds = np.zeros(slots, np.int8)
         self._seeds = np.zeros(slots, np.int64)
@@ -51,6 +62,19 @@ class V2Adapter:
         self._fused = [name for name in _FUSED if hasattr(sampler, name)]
         for name in self._fused:
             setattr(sampler, name, False)
+        self.add_noise = _find_noise(sampler)
+        """What the sampler draws by, see `TokenDraw`; null if it is not known."""
+        if self.add_noise is not None:
+            module: Any = sys.modules[type(sampler).__module__]
+            # the hook of an earlier engine of this process goes
+            stock = getattr(module.gumbel_sample, "stock", module.gumbel_sample)
+            self._stock_draw = stock
+
+            def gumbel_sample(*args: Any, **kwargs: Any) -> torch.Tensor:
+                return self._draw(*args, **kwargs)
+
+            gumbel_sample.stock = stock  # type: ignore[attr-defined]
+            module.gumbel_sample = gumbel_sample
         self._stock_add_request = sampler.add_request
         self._stock_sample = sampler.sample
         self._stock_runner_sample = runner.sample
@@ -75,6 +99,7 @@ class V2Adapter:
 
     def _sample(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         logits = kwargs["logits"] if "logits" in kwargs else args[0]
+        self._taken = False
         sampled, masked = self._stock_sample(*args, **kwargs)
         # vLLM's warm-up calls the sampler without a batch of requests
         if self.on_step is not None and self._batch is not None:
@@ -83,8 +108,73 @@ class V2Adapter:
             # a fused sampler would have drawn from logits without the mask: no silent wrong capture
             for name in self._fused:
                 assert not getattr(self._sampler, name)
-            self.on_step(masked, sampled, self._rows(self._batch))
+            if not self._taken:
+                self.on_step(masked, sampled, self._rows(self._batch))
         return sampled, masked
+
+    def _draw(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Draw the tokens of masked logits [N, V] in place of vLLM's `gumbel_sample`."""
+        if self.on_draw is not None and self.on_step is not None and self._batch is not None:
+            rows = self._rows(self._batch)
+            if rows.noise is not None:
+                self._taken = True
+                drawn = self.on_draw(logits, rows)
+                if drawn is not None:
+                    return drawn
+        sampled: torch.Tensor = self._stock_draw(logits, *args, **kwargs)
+        return sampled
+
+    def check_draw(self, try_draw: Callable[[torch.Tensor, BatchRows], torch.Tensor]) -> bool:
+        """Compare the capture's tokens with vLLM's on random logits.
+
+        Args:
+            try_draw: draws the tokens of masked logits [N, V] and N rows.
+
+        Returns:
+            Whether they are the same.
+        """
+        if self.add_noise is None:
+            return False
+        states = self._sampler.sampling_states
+        device = states.seeds.gpu.device
+        rows, vocab_size = min(_TRIED_ROWS, self._runner.max_num_reqs), states.vocab_size
+        generator = torch.Generator(device).manual_seed(0)
+        logits = torch.randn(rows, vocab_size, generator=generator, device=device)
+        # from some ids to all of them
+        kept = torch.linspace(0.001, 1.0, rows, device=device)[:, None]
+        dropped = torch.rand(rows, vocab_size, generator=generator, device=device) > kept
+        dropped[:, 0] = False
+        logits.masked_fill_(dropped, -torch.inf)
+        numbers = np.random.default_rng(0).integers(-(2**63), 2**63, rows, np.int64)
+        positions = np.arange(rows, dtype=np.int64) * 1001
+        index = torch.arange(rows, device=device)
+        theirs = self._stock_draw(
+            logits,
+            index,
+            torch.ones(rows, device=device),
+            torch.from_numpy(numbers).to(device),
+            torch.from_numpy(positions).to(device),
+            apply_temperature=False,
+            is_drafting=False,
+        )
+        ours = try_draw(
+            logits,
+            BatchRows(
+                request_ids=[""] * rows,
+                positions=np.zeros(rows, np.int32),
+                kinds=np.full(rows, KEPT, np.int8),
+                seeds=numbers,
+                noise=RowNoise(seeds=numbers, positions=positions),
+            ),
+        )
+        if torch.equal(ours, theirs):
+            return True
+        _log.warning(
+            "vLLM draws the tokens: the capture drew others of the same logits (%d of %d rows)",
+            int((ours != theirs).sum()),
+            rows,
+        )
+        return False
 
     def _rows(self, batch: Any) -> BatchRows:
         request_ids = batch.req_ids  # a list of this step's own
@@ -103,15 +193,29 @@ class V2Adapter:
                 kinds=kinds,
                 seeds=self._seeds[slots],
                 prompt_lengths=self._runner.req_states.prompt_len.np[slots],
+                noise_seeds=self._noise_seeds(slots, kinds),
             )
             self._last = None if unfinished.any() else last
         positions = lengths - last.prompt_lengths
+        noise = None
+        if last.noise_seeds is not None:
+            noise = RowNoise(seeds=last.noise_seeds, positions=lengths.astype(np.int64) - 1)
         return BatchRows(
             request_ids=request_ids,
             positions=positions.astype(np.int32, copy=False),
             kinds=last.kinds,
             seeds=last.seeds,
+            noise=noise,
         )
+
+    def _noise_seeds(
+        self, slots: npt.NDArray[np.intp], kinds: npt.NDArray[np.int8]
+    ) -> npt.NDArray[np.int64] | None:
+        """Return [N] the seeds of rows whose tokens the capture draws, else null."""
+        if self.on_draw is None or not (kinds == KEPT).all():
+            return None
+        seeds: npt.NDArray[np.int64] = self._sampler.sampling_states.seeds.np[slots]
+        return seeds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -122,3 +226,16 @@ class _Requests:
     kinds: npt.NDArray[np.int8]
     seeds: npt.NDArray[np.int64]
     prompt_lengths: npt.NDArray[np.int32]
+    noise_seeds: npt.NDArray[np.int64] | None
+
+
+def _find_noise(sampler: Any) -> Any:
+    """Return the noise of a sampler's draws, or null if it is not known."""
+    module = sys.modules[type(sampler).__module__]
+    if not hasattr(module, "gumbel_sample") or getattr(sampler, "use_fp64_gumbel", False):
+        return None
+    try:
+        return importlib.import_module("rollout.capture.v2_noise").add_noise
+    except ImportError as error:
+        _log.info("vLLM draws the tokens: %s", error)
+        return None

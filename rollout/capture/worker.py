@@ -27,6 +27,7 @@ class CaptureWorkerMixin:
     device: Any
     _capture: CaptureCore | None = None
     _adapter: V1Adapter | V2Adapter | None = None
+    _draws_tokens = False
 
     def init_device(self, *args: Any, **kwargs: Any) -> Any:
         """Tie this process to the job before anything takes long."""
@@ -56,6 +57,7 @@ class CaptureWorkerMixin:
             max_rows=self.vllm_config.scheduler_config.max_num_seqs,
             vocab_size=self.vllm_config.model_config.get_vocab_size(),
             steps_in_flight=self.vllm_config.max_concurrent_batches,
+            add_noise=self._adapter.add_noise,
         )
         if self.vllm_config.cache_config.kv_cache_memory_bytes is not None:
             return available
@@ -66,6 +68,8 @@ class CaptureWorkerMixin:
         if self._capture is not None:
             dtype = self.vllm_config.model_config.dtype
             self._capture.recorder.warm_up(tuple({torch.float32, dtype}))
+            assert self._adapter is not None
+            self._draws_tokens = self._adapter.check_draw(self._capture.recorder.try_draw)
         return super().compile_or_warm_up_model(*args, **kwargs)  # type: ignore[misc]
 
     def capture_start(self, folder: str) -> None:
@@ -74,6 +78,7 @@ class CaptureWorkerMixin:
             assert self._capture is not None
             self._capture.start(folder)
             self._adapter.on_step = self._capture.on_step
+            self._adapter.on_draw = self._capture.on_draw if self._draws_tokens else None
 
     def capture_stop(self) -> None:
         """Stop recording: sampling goes on as in stock vLLM."""
@@ -100,6 +105,7 @@ class CaptureWorkerMixin:
             "head_dtype": None if weight is None else str(weight.dtype).removeprefix("torch."),
             "model_dtype": str(self.vllm_config.model_config.dtype).removeprefix("torch."),
             "logits_dtype": self._adapter.logits_dtype,
+            "tokens_drawn_over": "support" if self._draws_tokens else "vocabulary",
             "async_scheduling": bool(self.vllm_config.scheduler_config.async_scheduling),
             "capture_device_bytes": self._capture.recorder.device_bytes if self._capture else 0,
             "tied_embeddings": bool(

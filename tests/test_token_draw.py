@@ -1,0 +1,198 @@
+"""Tokens drawn in the capture: those that the noise over the whole vocabulary would draw."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from noise import add_noise, noise_of
+from oracle_capture import (
+    EMPTY,
+    KEPT,
+    NONFINITE,
+    OVERFLOW,
+    SKIP,
+    Row,
+    allowed_error,
+    log_softmax,
+    poison,
+    read_rows,
+)
+
+from rollout.kernels.launch import CHUNK, SPARSE
+from rollout.kernels.support_capture import StepOutput, capture_step
+from rollout.kernels.token_draw import TokenDraw, token_reference
+
+INF = math.inf
+SEEDS = [5, -9, 2**40 + 3, 0, -(2**63)]
+POSITIONS = [0, 3, 70_000, 1, 2]
+
+pytestmark = [
+    # numpy, which interprets the kernels here, warns where a GPU computes NaN on purpose
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning"),
+]
+
+
+def draw(
+    logits: torch.Tensor, kinds: list[int], *, capacity: int | None = None, spare_rows: int = 2
+) -> tuple[list[int], list[Row], StepOutput]:
+    """Run a step that draws its tokens, of more rows than logits, on poisoned buffers."""
+    n, vocab = logits.shape
+    device = logits.device
+    rows = n + spare_rows
+    out = StepOutput.allocate(
+        max_rows=rows,
+        vocab_size=vocab,
+        capacity=logits.numel() if capacity is None else capacity,
+        top=0,
+        draws=1,
+        device=device,
+    )
+    poison(out)
+    out.scratch.best_score.fill_(2**62)
+    out.sampled_ids.fill_(-77)
+
+    def of_rows(values: list[int]) -> torch.Tensor:
+        return torch.tensor((values * rows)[:rows], dtype=torch.int64, device=device)
+
+    capture_step(
+        logits,
+        out.sampled_ids,
+        torch.tensor(kinds + [SKIP] * spare_rows, dtype=torch.int8, device=device),
+        out,
+        top=0,
+        draws=1,
+        seeds=of_rows([1]),
+        positions=of_rows([2]),
+        draw=TokenDraw(add_noise=add_noise, seeds=of_rows(SEEDS), positions=of_rows(POSITIONS)),
+        impl="triton",
+    )
+    return out.sampled_ids.tolist(), read_rows(out, n), out
+
+
+def expected(logits: torch.Tensor) -> list[int]:
+    """The tokens of rows that all have one."""
+    rows = enumerate(logits.cpu())
+    vocab = logits.shape[1]
+    return [
+        token_reference(row, noise_of(SEEDS[i % 5], POSITIONS[i % 5], vocab)) for i, row in rows
+    ]
+
+
+def logits_of(rows: int, vocab: int, kept: list[int], dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(vocab + sum(kept))
+    logits = torch.randn(rows, vocab, generator=generator) * 3.0
+    for row, count in zip(logits, kept, strict=True):
+        row[torch.randperm(vocab, generator=generator)[count:]] = -INF
+    return logits.to(dtype)
+
+
+# narrow rows, rows of one chunk and of several, the widest that is packed whole and one more
+WIDTHS = [
+    (70, [1, 2, 33, 69, 70]),
+    (2 * CHUNK + 100, [1, SPARSE, SPARSE + 1, 3000, 2 * CHUNK + 100]),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("vocab", "kept"), WIDTHS)
+def test_tokens_are_those_of_the_whole_vocabulary(
+    vocab: int, kept: list[int], dtype: torch.dtype
+) -> None:
+    logits = logits_of(5, vocab, kept, dtype)
+    tokens, rows, _ = draw(logits, [KEPT] * 5)
+    assert tokens == [*expected(logits), 0, 0]
+    for token, row, values, count in zip(tokens, rows, logits, kept, strict=False):
+        exact = log_softmax(values)
+        assert (row.count, row.flags) == (count, 0)
+        assert row.ids == (values > -INF).nonzero().flatten().tolist()
+        assert np.all(np.abs(row.logprobs - exact[row.ids]) <= allowed_error(exact[row.ids]))
+        assert np.float32(row.sampled).tobytes() == row.logprobs[row.ids.index(token)].tobytes()
+
+
+def test_the_lowest_of_equal_sums_is_drawn() -> None:
+    # sums that are equal in any order of blocks and chunks: noise that the logits undo
+    vocab = 2 * CHUNK
+    noise = noise_of(SEEDS[0], POSITIONS[0], vocab)
+    for kept in (400, 6000):
+        logits = torch.full((1, vocab), -INF)
+        ids = torch.arange(vocab - 1, vocab - 2 * kept, -2)
+        logits[0, ids] = 64.0 - noise[ids]
+        total = logits[0] + noise
+        tokens, _, _ = draw(logits, [KEPT])
+        assert int((total == 64.0).sum()) > 1
+        assert tokens[0] == int((total == total.max()).nonzero()[0])
+
+
+@pytest.mark.parametrize("kept", [100, 5000])
+def test_rows_that_do_not_fit_have_tokens(kept: int) -> None:
+    logits = logits_of(3, CHUNK, [kept] * 3, torch.float32)
+    tokens, rows, out = draw(logits, [KEPT] * 3, capacity=2 * kept - 1)
+    assert tokens == [*expected(logits), 0, 0]
+    assert [row.flags for row in rows] == [0, OVERFLOW, OVERFLOW]
+    assert (out.entries[kept:] == -77).all()
+    for token, row, values in zip(tokens, rows, logits, strict=False):
+        exact = log_softmax(values)[token]
+        assert abs(row.sampled - exact) <= allowed_error(exact)
+
+
+def test_rows_without_a_token_have_id_0() -> None:
+    logits = logits_of(5, 600, [3, 600, 600, 5, 4], torch.float32)
+    logits[1, 599] = torch.nan
+    logits[2, 0] = INF
+    logits[3] = -INF
+    tokens, rows, _ = draw(logits, [KEPT, KEPT, KEPT, KEPT, SKIP])
+    assert tokens == [expected(logits[:1])[0], 0, 0, 0, 0, 0, 0]
+    assert [row.flags for row in rows] == [0, NONFINITE, NONFINITE, EMPTY, 0]
+    assert [math.isnan(row.sampled) for row in rows] == [False, True, True, True, False]
+
+
+def test_what_could_not_be_drawn_is_refused() -> None:
+    out = StepOutput.allocate(max_rows=2, vocab_size=5, capacity=9, top=0, draws=0, device="cpu")
+    ids = torch.zeros(2, dtype=torch.int64)
+    kinds = torch.zeros(2, dtype=torch.int8)
+
+    def run(positions: torch.Tensor, impl: str) -> None:
+        capture_step(
+            torch.zeros(2, 5),
+            ids,
+            kinds,
+            out,
+            top=0,
+            draws=0,
+            seeds=ids,
+            positions=ids,
+            draw=TokenDraw(add_noise=add_noise, seeds=ids, positions=positions),
+            impl=impl,  # type: ignore[arg-type]
+        )
+
+    with pytest.raises(ValueError, match=r"draw\.positions: got \[1\] torch\.int64"):
+        run(ids[:1], "triton")
+    with pytest.raises(ValueError, match="the reference can't run"):
+        run(ids, "reference")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kept", [89_000, 9_300_000])
+def test_a_full_step_on_the_gpu(kept: int) -> None:
+    rows, vocab = 512, 151_936
+    generator = torch.Generator("cuda").manual_seed(kept)
+    logits = torch.randn(rows, vocab, device="cuda", generator=generator) * 3.0
+    dropped = torch.rand(rows, vocab, device="cuda", generator=generator) > kept / (rows * vocab)
+    logits[dropped] = -INF
+    logits[:, 5] = 0.0
+    tokens, read, _ = draw(logits, [KEPT] * rows)
+    wanted = [
+        token_reference(row, noise_of(SEEDS[i % 5], POSITIONS[i % 5], vocab, "cuda"))
+        for i, row in enumerate(logits)
+    ]
+    assert tokens[:rows] == wanted
+    exact = torch.log_softmax(logits.double(), dim=-1).gather(
+        1, torch.tensor(wanted, device="cuda")[:, None]
+    )
+    found = torch.tensor([row.sampled for row in read], dtype=torch.float64, device="cuda")
+    error = (found - exact[:, 0]).abs()
+    assert torch.all(error <= 5e-7 + 2.0**-23 * exact[:, 0].abs())
