@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 from dataclasses import replace
 from datetime import timedelta
@@ -140,16 +141,8 @@ def refusal(model: Model, batch: RolloutBatch, config: LossConfig) -> str:
     return "taken"
 
 
-def main(folder: Path, rank: int, world_size: int) -> None:
-    """Write losses and gradients of every way and every loss."""
-    if world_size > 1:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder / 'store'}",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=240),
-        )
+def find_facts(rank: int, world_size: int) -> dict[str, object]:
+    """Return losses and gradients of every way and every loss, by name."""
     facts: dict[str, object] = {}
     for loss, config in LOSSES.items():
         batches = micro_batches(loss, rank, world_size)
@@ -171,11 +164,35 @@ def main(folder: Path, rank: int, world_size: int) -> None:
                 value = float(share)
             grads = {name: grad.tolist() for name, grad in found.items()}
             facts[f"{loss} {way}"] = {"loss": value, "grads": grads}
-    if rank == 0:
-        (folder / f"facts{world_size}.json").write_text(json.dumps(facts))
+    return facts
+
+
+def main(folder: Path, rank: int, world_size: int) -> None:
+    """Find the facts as one rank of a world, and write them as rank 0."""
     if world_size > 1:
-        dist.destroy_process_group()
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder / 'store'}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=240),
+        )
+    try:
+        facts = find_facts(rank, world_size)
+        if rank == 0:
+            (folder / f"facts{world_size}.json").write_text(json.dumps(facts))
+        if world_size > 1:
+            # nobody leaves while another one works; after an error nobody waits either
+            dist.barrier()
+    finally:
+        if world_size > 1:
+            dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    # DTensor's caches keep the group and its threads beyond its end; one that drops the tensor of
+    # the last collective while the interpreter is taken down aborts the process: take none down
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
