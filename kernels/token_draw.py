@@ -36,18 +36,20 @@ class TokenDraw:
     """[M] int64, of each row's noise, as the engine's sampler has them."""
 
 
-def token_reference(logits: torch.Tensor, noise: torch.Tensor) -> int:
-    """Draw the token of one row in plain torch.
+def tokens_reference(logits: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Draw the tokens of some rows in plain torch.
 
     Args:
-        logits: [V] any float dtype, not all -inf.
-        noise: [V] float32, the noise of each id.
+        logits: [N, V] any float dtype, no row all -inf.
+        noise: [N, V] float32, the noise of each id.
 
     Returns:
-        The id with the largest sum in float32, of equal ones the lowest.
+        [N] int64, the id with the largest sum in float32, of equal ones the lowest.
     """
     total = logits.float() + noise
-    return int((total == total.max()).nonzero()[0])
+    best = total == total.max(dim=1, keepdim=True).values
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    return torch.where(best, ids, logits.shape[1]).min(dim=1).values
 
 
 def launch_take_tokens(

@@ -16,21 +16,23 @@ def add_noise(value, ids, seed, position):  # type: ignore[no-untyped-def]
     return value + (word >> 8).to(tl.int32).to(tl.float32) * 3.814697265625e-06  # 2**-18
 
 
-def noise_of(seed: int, position: int, vocab_size: int, device: str = "cpu") -> torch.Tensor:
+def noise_of(seeds: list[int], positions: list[int], vocab_size: int) -> torch.Tensor:
     """Return the noise of every id, in [0, 64).
 
     Args:
-        seed: the low 32 bits count.
-        position: likewise.
+        seeds: N; the low 32 bits count.
+        positions: N; likewise.
         vocab_size: V.
-        device: where to.
 
     Returns:
-        [V] float32.
+        [N, V] float32, on the GPU where there is one.
     """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     mask = 0xFFFFFFFF
-    word = torch.arange(vocab_size, device=device) * 0x9E3779B1 + position * 0x85EBCA77
-    word = _times((word + seed) & mask, 0xC2B2AE3D)
+    of_row = [s + p * 0x85EBCA77 & mask for s, p in zip(seeds, positions, strict=True)]
+    word = torch.arange(vocab_size, device=device) * 0x9E3779B1
+    word = (word + torch.tensor(of_row, device=device)[:, None]) & mask
+    word = _times(word, 0xC2B2AE3D)
     word = _times(word ^ (word >> 15), 0x27D4EB2F)
     return (word >> 8).float() * 2.0**-18
 

@@ -24,7 +24,7 @@ from rollout.capture.request import GREEDY, KEPT, NONE, SKIP, TOP, CaptureSettin
 from rollout.capture.ring_process import take_steps
 from rollout.capture.shared_ring import SharedRing
 from rollout.kernels.support_capture import capture_step
-from rollout.kernels.token_draw import token_reference
+from rollout.kernels.token_draw import tokens_reference
 from rollout.spool import FLAG_LOST, FLAG_OVERFLOW, SpoolReader, StoredStep
 
 VOCAB = 50
@@ -187,7 +187,8 @@ def step_to_draw(seed: int) -> tuple[torch.Tensor, BatchRows, list[int]]:
     noise = RowNoise(
         seeds=np.arange(seed, seed + 4, dtype=np.int64), positions=np.full(4, 9, np.int64)
     )
-    tokens = [token_reference(logits[i], noise_of(seed + i, 9, VOCAB)) for i in range(4)]
+    of_ids = noise_of(list(range(seed, seed + 4)), [9] * 4, VOCAB).cpu()
+    tokens = tokens_reference(logits, of_ids).tolist()
     kinds = np.full(4, KEPT, np.int8)
     return logits, dataclasses.replace(rows, kinds=kinds, noise=noise), tokens
 

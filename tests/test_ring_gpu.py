@@ -15,7 +15,7 @@ from rollout.capture import launch_graphs
 from rollout.capture.batch import BatchRows, RowNoise
 from rollout.capture.request import KEPT, SKIP, CaptureSettings
 from rollout.capture.ring import RingRecorder
-from rollout.kernels.token_draw import token_reference
+from rollout.kernels.token_draw import tokens_reference
 from rollout.spool import SpoolReader, StoredStep
 
 pytestmark = pytest.mark.gpu
@@ -63,9 +63,9 @@ def logits_of(
 
 def tokens_of(step: int, logits: torch.Tensor) -> list[int]:
     """The tokens that a step draws; its last row does not count."""
-    vocab = logits.shape[1]
-    noise = (noise_of(i, step + i, vocab, "cuda") for i in range(len(logits) - 1))
-    return [*(token_reference(row, of_row) for row, of_row in zip(logits, noise, strict=False)), 0]
+    n, vocab = logits.shape
+    noise = noise_of(list(range(n)), list(range(step, step + n)), vocab)
+    return [*tokens_reference(logits, noise)[:-1].tolist(), 0]
 
 
 def check(found: StoredStep, logits: torch.Tensor, *, drawn: bool) -> None:

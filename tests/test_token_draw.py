@@ -23,7 +23,7 @@ from oracle_capture import (
 
 from rollout.kernels.launch import CHUNK, SPARSE
 from rollout.kernels.support_capture import StepOutput, capture_step
-from rollout.kernels.token_draw import TokenDraw, token_reference
+from rollout.kernels.token_draw import TokenDraw, tokens_reference
 
 INF = math.inf
 SEEDS = [5, -9, 2**40 + 3, 0, -(2**63)]
@@ -75,11 +75,9 @@ def draw(
 
 def expected(logits: torch.Tensor) -> list[int]:
     """The tokens of rows that all have one."""
-    rows = enumerate(logits.cpu())
-    vocab = logits.shape[1]
-    return [
-        token_reference(row, noise_of(SEEDS[i % 5], POSITIONS[i % 5], vocab)) for i, row in rows
-    ]
+    n, vocab = logits.shape
+    noise = noise_of((SEEDS * n)[:n], (POSITIONS * n)[:n], vocab)
+    return tokens_reference(logits.to(noise.device), noise).tolist()
 
 
 def logits_of(rows: int, vocab: int, kept: list[int], dtype: torch.dtype) -> torch.Tensor:
@@ -116,7 +114,7 @@ def test_tokens_are_those_of_the_whole_vocabulary(
 def test_the_lowest_of_equal_sums_is_drawn() -> None:
     # sums that are equal in any order of blocks and chunks: noise that the logits undo
     vocab = 2 * CHUNK
-    noise = noise_of(SEEDS[0], POSITIONS[0], vocab)
+    noise = noise_of(SEEDS[:1], POSITIONS[:1], vocab)[0].cpu()
     for kept in (400, 6000):
         logits = torch.full((1, vocab), -INF)
         ids = torch.arange(vocab - 1, vocab - 2 * kept, -2)
@@ -185,10 +183,7 @@ def test_a_full_step_on_the_gpu(kept: int) -> None:
     logits[dropped] = -INF
     logits[:, 5] = 0.0
     tokens, read, _ = draw(logits, [KEPT] * rows)
-    wanted = [
-        token_reference(row, noise_of(SEEDS[i % 5], POSITIONS[i % 5], vocab, "cuda"))
-        for i, row in enumerate(logits)
-    ]
+    wanted = expected(logits)
     assert tokens[:rows] == wanted
     exact = torch.log_softmax(logits.double(), dim=-1).gather(
         1, torch.tensor(wanted, device="cuda")[:, None]

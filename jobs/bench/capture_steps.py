@@ -169,17 +169,18 @@ def _set_timed(worker: Any, on: bool) -> dict[str, Any] | None:
         events, launch, take = [], [], []
         started: dict[int, float] = {}  # CPU time of a process before its first step
 
-        def timed_record(*args: Any) -> None:
+        def timed_record(*args: Any) -> Any:
             pid = recorder._process.pid
             if pid not in started:
                 started[pid] = cpu_milliseconds(pid)
             first, last = _event(), _event()
             first.record()
             start = time.perf_counter()
-            record(*args)
+            drawn = record(*args)
             launch.append(1e3 * (time.perf_counter() - start))
             last.record()
             events.append((first, last))
+            return drawn
 
         def timed_stop() -> None:
             if recorder._process is not None:
