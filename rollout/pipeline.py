@@ -75,7 +75,8 @@ def _what_is_there(config: JobConfig, writer: DatasetWriter) -> str:
     """Say how far earlier runs of the job came."""
     done, prompts = writer.ledger.num_covered, writer.ledger.num_planned
     asked = max(prompts * config.sampling.n, done)
-    return f"going on: {done} of {asked} rollouts of the {prompts} prompts planned so far are there"
+    there = f"{done} of {asked} rollouts of the {prompts} prompts planned so far are there"
+    return f"going on: {there}" if done < asked else f"{there}; looking for further prompts"
 
 
 def _warn_of_what_is_there(job: ResolvedJob, writer: DatasetWriter) -> None:

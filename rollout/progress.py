@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import IO
+from typing import IO, Any
 
 from tqdm import tqdm
 
@@ -18,14 +18,12 @@ class Progress:
 
     def __init__(
         self,
-        total: int | None = None,
         stream: IO[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Show nothing yet; the clock starts with the first counts.
 
         Args:
-            total: rollouts to come, where known.
             stream: where to write; standard error by default.
             clock: seconds.
         """
@@ -34,12 +32,8 @@ class Progress:
         self._start: float | None = None
         self._last = 0.0
         self._waiting: str | None = None
-        terminal = self._stream.isatty()
-        self._bar = (
-            tqdm(total=total, unit=" rollouts", file=self._stream, dynamic_ncols=True)
-            if terminal
-            else None
-        )
+        self._terminal = self._stream.isatty()
+        self._bar: tqdm[Any] | None = None
 
     def update(
         self,
@@ -51,11 +45,11 @@ class Progress:
         largest: int,
         stalled: float = 0.0,
     ) -> None:
-        """Show new counts.
+        """Show new counts; where there is nothing to do, show nothing.
 
         Args:
             rollouts: finished in this run.
-            total: asked for so far.
+            total: what this run has to do, as far as known.
             tokens: sampled in them.
             entries: support entries of them.
             largest: most entries of one step.
@@ -70,6 +64,8 @@ class Progress:
         text = f"{rate:.0f} tokens/s, mean support {mean:.1f}, largest step {largest}"
         if stalled >= 0.05:
             text += f", stalled {stalled:.1f} s"
+        if self._terminal and total and self._bar is None:
+            self._bar = tqdm(total=total, unit=" rollouts", file=self._stream, dynamic_ncols=True)
         if self._bar is not None:
             self._bar.total = total
             self._bar.n = rollouts
@@ -78,7 +74,8 @@ class Progress:
                 self._last = now
                 self._bar.refresh()
             return
-        self._waiting = f"{rollouts}/{total} rollouts, {text}"
+        # "0/0 rollouts" would look like a fault
+        self._waiting = f"{rollouts}/{total} rollouts, {text}" if total else None
         if now - self._last >= _PLAIN_SECONDS:
             self._last = now
             self._print()
@@ -86,6 +83,8 @@ class Progress:
     def close(self) -> None:
         """Leave the last line standing."""
         if self._bar is not None:
+            # what it waited for may all have been done by others
+            self._bar.leave = bool(self._bar.total)
             self._bar.refresh()
             self._bar.close()
         else:

@@ -333,9 +333,11 @@ class Run:
 
     def _show(self) -> None:
         if self._progress is not None:
+            stats = self._work_stats
+            done_by_others = stats.already_committed + stats.elsewhere + stats.failed_elsewhere
             self._progress.update(
                 rollouts=self._finished,
-                total=self._work_stats.asked - self._work_stats.already_committed,
+                total=stats.asked - self._rejected_rollouts - done_by_others,
                 tokens=self._tokens,
                 entries=self._entries,
                 largest=self._window.stats.largest_step,

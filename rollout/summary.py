@@ -64,6 +64,11 @@ class Summary:
         """Whether every rollout that was asked for is accounted for."""
         return self._accounted() == self.rollouts_asked
 
+    @property
+    def nothing_was_left(self) -> bool:
+        """Whether everything that was asked for was there before the run."""
+        return 0 < self.rollouts_asked == self.rollouts_skipped
+
     def _accounted(self) -> int:
         done = self.rollouts_skipped + self.rollouts_committed + self.rollouts_covered
         return done + self.rollouts_elsewhere + self.rollouts_failed
@@ -108,8 +113,6 @@ class Summary:
 
     def table(self) -> str:
         """Format for a terminal, at most 100 columns."""
-        rate = self.tokens / self.seconds if self.seconds else 0.0
-        mean = self.entries / self.tokens if self.tokens else 0.0
         cut = f", {self.prompts_truncated} truncated" if self.prompts_truncated else ""
         others = self.rollouts_elsewhere + self.rollouts_covered
         elsewhere = f"{others} by other processes, " if others else ""
@@ -120,22 +123,34 @@ class Summary:
                 f"{self.rollouts_asked} asked, {self.rollouts_skipped} already there, {elsewhere}"
                 f"{self.rollouts_committed} committed, {self.rollouts_failed} failed",
             ),
-            ("tokens", f"{self.tokens} in {self.seconds:.1f} s, {rate:.0f} tokens/s"),
-            ("support", f"{self.entries} entries, mean {mean:.1f} a token"),
         ]
+        if self.nothing_was_left:
+            there = f"all {self.rollouts_asked} rollouts that the job asks for are there"
+            lines.append(("finished", f"nothing was left to do: {there}"))
+        else:
+            lines += self._sampled()
         if self.prompts_orphaned:
             left = f"{self.prompts_orphaned} prompts of earlier runs are not in the file any more"
             lines.append(("orphaned", f"{left}; their rollouts stay"))
-        if self.largest_step:
-            room = f"{self.largest_step} entries of a capacity of {self.support_capacity}"
-            lines.append(("largest step", f"{room}; {self.suggested_capacity} would do"))
-        stalls = f"waited {self.seconds_waited:.1f} s for capture buffers"
-        lines.append(("stalls", f"{stalls}, {self.seconds_held:.1f} s for the output"))
         lines += [("reason", f"{reason}: {count}") for reason, count in self.reasons.most_common()]
         lines += [("engine died", death) for death in self.engine_deaths]
         if self.reward_errors:
             lines.append(("reward", f"{self.reward_errors} failed: {self.first_reward_error}"))
         return "\n".join(_line(name, text) for name, text in lines)
+
+    def _sampled(self) -> list[tuple[str, str]]:
+        rate = self.tokens / self.seconds if self.seconds else 0.0
+        mean = self.entries / self.tokens if self.tokens else 0.0
+        lines = [
+            ("tokens", f"{self.tokens} in {self.seconds:.1f} s, {rate:.0f} tokens/s"),
+            ("support", f"{self.entries} entries, mean {mean:.1f} a token"),
+        ]
+        if self.largest_step:
+            room = f"{self.largest_step} entries of a capacity of {self.support_capacity}"
+            lines.append(("largest step", f"{room}; {self.suggested_capacity} would do"))
+        stalls = f"waited {self.seconds_waited:.1f} s for capture buffers"
+        lines.append(("stalls", f"{stalls}, {self.seconds_held:.1f} s for the output"))
+        return lines
 
 
 def _line(name: str, text: str) -> str:

@@ -2,6 +2,8 @@
 
 import io
 
+import pytest
+
 from rollout.progress import Progress
 
 
@@ -60,6 +62,30 @@ def test_nothing_to_show_shows_nothing() -> None:
     stream = io.StringIO()
     Progress(stream=stream).close()
     assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_a_run_that_has_nothing_to_do_shows_nothing(kind: type[io.StringIO]) -> None:
+    stream, clock = kind(), Clock()
+    progress = Progress(stream=stream, clock=clock)
+    for _ in range(3):
+        progress.update(rollouts=0, total=0, tokens=0, entries=0, largest=0)
+        clock.now += 11
+    progress.close()
+    assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_what_others_did_leaves_no_line_standing(kind: type[io.StringIO]) -> None:
+    stream, clock = kind(), Clock()
+    progress = Progress(stream=stream, clock=clock)
+    progress.update(rollouts=0, total=512, tokens=0, entries=0, largest=0)
+    clock.now += 1
+    progress.update(rollouts=0, total=0, tokens=0, entries=0, largest=0)
+    progress.close()
+    # on a terminal the bar is wiped
+    assert stream.getvalue().rstrip("\r").split("\r")[-1].strip() == ""
+    assert not stream.getvalue().endswith("\n")
 
 
 def test_the_first_counts_have_no_rate() -> None:

@@ -126,8 +126,39 @@ def test_the_table_counts_what_other_processes_did() -> None:
     )
 
 
-def test_the_table_of_a_run_that_did_nothing() -> None:
-    table = summary(rollouts_skipped=8, rollouts_committed=0).table()
+def test_the_table_of_a_run_that_sampled_nothing() -> None:
+    table = summary(rollouts_skipped=7, rollouts_committed=0, rollouts_failed=1).table()
     assert "0 in 0.0 s, 0 tokens/s" in table
     assert "mean 0.0 a token" in table
     assert "largest step" not in table
+    assert "nothing was left" not in table
+
+
+def test_the_table_of_a_finished_job() -> None:
+    made = summary(
+        prompts_rejected=1,
+        prompts_orphaned=2,
+        rollouts_skipped=8,
+        rollouts_committed=0,
+        reasons=Counter(bad_row=1),
+    )
+    assert made.table().splitlines() == [
+        "prompts       10 read, 1 rejected",
+        "rollouts      8 asked, 8 already there, 0 committed, 0 failed",
+        "finished      nothing was left to do: all 8 rollouts that the job asks for are there",
+        "orphaned      2 prompts of earlier runs are not in the file any more; their rollouts stay",
+        "reason        bad_row: 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rollouts_skipped": 7, "rollouts_committed": 1},
+        {"rollouts_skipped": 7, "rollouts_committed": 0, "rollouts_elsewhere": 1},
+        {"rollouts_skipped": 0, "rollouts_committed": 0, "rollouts_asked": 0},
+    ],
+    ids=["committed", "elsewhere", "none asked"],
+)
+def test_what_is_no_finished_job(fields: dict[str, Any]) -> None:
+    assert "nothing was left" not in summary(**fields).table()
