@@ -266,7 +266,8 @@ class Run:
         rendered = self._job.renderer.render(item.prompt, limit)
         if isinstance(rendered, Rejection):
             self._rejected_prompts += 1
-            self._rejected_rollouts += item.prompt.sampling.n
+            # what is there of it by earlier runs stays asked for
+            self._rejected_rollouts += len(item.sample_indices)
             self._reasons[rendered.reason] += 1
             self._units.reject(item.unit, rendered)
             return

@@ -63,23 +63,24 @@ def test_a_finished_job_says_so_and_what_is_there(job: Path) -> None:
     assert "nothing was left" not in more.stdout
 
 
-def test_a_rejected_prompt_is_not_left_to_do(job: Path) -> None:
-    def render(_: object, prompt: Prompt, limit: int | None) -> list[int] | Rejection:
-        if prompt.prompt_id != "p1":
-            return prompt.prompt_token_ids or []
-        return Rejection(
-            prompt_key=prompt.key,
-            prompt_id=prompt.prompt_id,
-            sample_index=None,
-            file="p.jsonl",
-            line=prompt.line,
-            stage="render",
-            reason="prompt_too_long",
-            detail="",
-            num_prompt_tokens=None,
-        )
+def without_p1(_: object, prompt: Prompt, limit: int | None) -> list[int] | Rejection:
+    if prompt.prompt_id != "p1":
+        return prompt.prompt_token_ids or []
+    return Rejection(
+        prompt_key=prompt.key,
+        prompt_id=prompt.prompt_id,
+        sample_index=None,
+        file="p.jsonl",
+        line=prompt.line,
+        stage="render",
+        reason="prompt_too_long",
+        detail="",
+        num_prompt_tokens=None,
+    )
 
-    with mock.patch("fake_engine._Renderer.render", render):
+
+def test_a_rejected_prompt_is_not_left_to_do(job: Path) -> None:
+    with mock.patch("fake_engine._Renderer.render", without_p1):
         with fake_engine():
             assert "4/4 rollouts" in generate(job).stderr
         with fake_engine():
@@ -87,6 +88,15 @@ def test_a_rejected_prompt_is_not_left_to_do(job: Path) -> None:
     assert "0/" not in again.stderr
     assert "rollouts      4 asked, 4 already there, 0 committed, 0 failed" in again.stdout
     assert "nothing was left to do: all 4 rollouts" in again.stdout
+
+
+def test_a_prompt_that_is_rejected_after_some_of_its_rollouts(job: Path) -> None:
+    with fake_engine():
+        generate(job, "--set", "sampling.n=1")
+    with fake_engine(), mock.patch("fake_engine._Renderer.render", without_p1):
+        again = generate(job)
+    assert "2/2 rollouts" in again.stderr
+    assert "rollouts      5 asked, 3 already there, 2 committed, 0 failed" in again.stdout
 
 
 def test_what_another_run_does_meanwhile_is_not_left_to_do(
