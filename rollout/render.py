@@ -6,10 +6,11 @@ The stored ids are the truth: nothing downstream tokenises again.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 from rollout.chat import Messages, for_template
-from rollout.config import PromptsConfig
+from rollout.config import PromptsConfig, SamplingConfig
 from rollout.errors import InputError
 from rollout.model_files import ModelFiles, has_tokenizer, vocab_size
 from rollout.prompts import Prompt
@@ -66,22 +67,19 @@ class Renderer:
             return self._reject(prompt, "render_failed", f"{type(error).__name__}: {reason}", None)
         if not ids:
             return self._reject(prompt, "empty_prompt", "got no token, expected at least one", 0)
-        for name, given in (
-            ("prompt", ids),
-            ("sampling.allowed_token_ids", prompt.sampling.allowed_token_ids or ()),
-            ("sampling.stop_token_ids", prompt.sampling.stop_token_ids),
-        ):
-            outside = next((i for i in given if not 0 <= i < self._vocab_size), None)
-            if outside is not None:
-                detail = (
-                    f"{name}: token id {outside} is outside of the model's vocabulary of "
-                    f"{self._vocab_size}"
-                )
-                return self._reject(prompt, "bad_token_id", detail, len(ids))
+        outside = self._outside("prompt", ids) or self.unknown_id(prompt.sampling)
+        if outside is not None:
+            return self._reject(prompt, "bad_token_id", outside, len(ids))
         self._warn_of_two(ids, prompt)
         if max_model_len is not None and len(ids) >= max_model_len:
             return self._too_long(prompt, ids, max_model_len)
         return ids
+
+    def unknown_id(self, sampling: SamplingConfig) -> str | None:
+        """Say which token id of sampling values the model does not have, if there is one."""
+        return self._outside(
+            "sampling.allowed_token_ids", sampling.allowed_token_ids or ()
+        ) or self._outside("sampling.stop_token_ids", sampling.stop_token_ids)
 
     def decode(self, token_ids: list[int]) -> str | None:
         """Decode a completion for people: lossy where it ends inside a character.
@@ -94,6 +92,13 @@ class Renderer:
     def show(self, token_ids: list[int]) -> str | None:
         """Decode a prompt with its special tokens, for a person to check."""
         return self._decode(token_ids, skip_special_tokens=False)
+
+    def _outside(self, name: str, given: Iterable[int]) -> str | None:
+        size = self._vocab_size
+        outside = next((i for i in given if not 0 <= i < size), None)
+        if outside is None:
+            return None
+        return f"{name}: token id {outside} is outside of the model's vocabulary of {size}"
 
     def _decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str | None:
         if self._tokenizer is None:

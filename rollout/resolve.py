@@ -11,7 +11,7 @@ from typing import Any
 
 from rollout.config import JobConfig
 from rollout.engine_args import THROUGHPUT_ARGS, check_engine_args, check_engine_config
-from rollout.errors import InputError
+from rollout.errors import ConfigError, InputError
 from rollout.model_files import ModelFiles, resolve_model
 from rollout.prompts import check_prompts_file
 from rollout.redact import public_url
@@ -40,7 +40,7 @@ def resolve_job(config: JobConfig) -> ResolvedJob:
 
     Raises:
         InputError: model, prompts or reward can't be read.
-        ConfigError: an engine argument is refused.
+        ConfigError: an engine argument is refused, or a token id is none of the model's.
         EngineError: vLLM is not installed.
     """
     check_prompts_file(config.prompts)
@@ -49,6 +49,10 @@ def resolve_job(config: JobConfig) -> ResolvedJob:
     check_engine_args(config.engine)
     trust = bool(config.engine.get("trust_remote_code", False))
     renderer = Renderer(files, config.prompts, trust_remote_code=trust)
+    unknown = renderer.unknown_id(config.sampling)
+    if unknown is not None:
+        # in a row's own sampling it is the rejection of that row
+        raise ConfigError(f"{unknown}: every prompt would be rejected, correct it in the job")
     check_engine_config(files, config.capture, config.engine, renderer.has_tokenizer)
     stop_ids = inherited_stop_ids(files.folder)
     inputs = fingerprint_inputs(config, files, stop_ids)

@@ -246,6 +246,13 @@ def job_file(folder: Path, model: Path, /, **sections: Any) -> Path:
         ({}, ["sampling.max_tokens=many"], 2, "sampling.max_tokens: got 'many'"),
         ({}, ["sampling.logit_bias={1: 2.0}"], 2, "replay could not undo it"),
         ({}, ["sampling.top_p=1.0", "sampling.min_tokens=2"], 2, "a hidden truncation"),
+        (
+            {},
+            ["sampling.stop_token_ids=[5, 320]"],
+            2,
+            "sampling.stop_token_ids: token id 320 is outside of the model's vocabulary of 320",
+        ),
+        ({}, ["sampling.allowed_token_ids=[999]"], 2, "sampling.allowed_token_ids: token id 999"),
         ({}, ["engine.worker_cls=x.Y"], 2, "engine.worker_cls: decided by the job"),
         ({}, ["engine.max_num_seq=4"], 2, "did you mean `max_num_seqs`?"),
         (
@@ -305,6 +312,25 @@ def test_a_dry_run_shows_everything_and_writes_nothing(model: Path, tmp_path: Pa
     assert shown["engine arguments"]["logprobs_mode"] == "processed_logits"
     assert shown["first prompts"] == [{"line": 1, "token_ids": [64], "text": "a"}]
     assert not (tmp_path / "out").exists()
+
+
+def test_a_stop_id_that_the_model_lacks_rejects_the_row_that_names_it(
+    model: Path, tmp_path: Path
+) -> None:
+    path = job_file(tmp_path, model)
+    own = {"prompt": "a", "sampling": {"stop_token_ids": [319, 320]}}
+    write_prompts(tmp_path / "prompts.jsonl", [{"prompt": "a"}, own])
+    command = ["generate", "--config", str(path), "--set", "sampling.stop_token_ids=[319]"]
+    dry = CliRunner().invoke(main, [*command, "--dry-run"])
+    assert dry.exit_code == 0, dry.output
+    kept, rejected = yaml.safe_load(dry.stdout)["first prompts"]
+    assert kept["token_ids"] == [64]
+    detail = "sampling.stop_token_ids: token id 320 is outside of the model's vocabulary of 320"
+    assert rejected == {"line": 2, "rejected": f"bad_token_id: {detail}"}
+    result = CliRunner().invoke(main, [*command, "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["rollouts_committed"], found["reasons"]) == (1, {"bad_token_id": 1})
 
 
 def test_generate_prints_a_table_and_a_line_of_polars_that_works(
