@@ -6,7 +6,7 @@
 
 A setting is a mean support, a truncation (nucleus: top_p .95; top-k: top_k 128 and top_p .95;
 untruncated, of which the 128 most probable ids and the tail are recorded) and a number of pairs,
-0 for the switched steps alone.
+0 for the switched steps alone; perhaps `x8`, for jobs of eight times the requests, without them.
 The arms are the capture, the capture with 8 draws beside it, and vLLM's own records: logprobs of
 the sampled token, of 128 ids flat and as objects, and sampling masks. Each but the first needs an
 engine of its own, hence a process.
@@ -110,18 +110,24 @@ def busy(arm: list[Timing]) -> str:
 
 
 def compare(
-    name: str, stock: Callable[[], Timing], other: Callable[[int], Timing], pairs: int
+    name: str,
+    stock: Callable[[Load], Timing],
+    other: Callable[[Load], Timing],
+    load: Load,
+    pairs: int,
 ) -> Timing:
     """Alternate two arms after one untimed pair, and print their line."""
+    # it compiles what this setting needs
+    short = replace(load, requests=load.requests // load.times, times=1)
+    other(short), stock(short)
     rows: list[tuple[Timing, Timing]] = []
-    for pair in range(pairs + 1):
+    for pair in range(pairs):
         if pair % 2:
-            first = stock()
-            rows.append((first, other(pair)))
+            second = other(load)
+            rows.append((stock(load), second))
         else:
-            second = other(pair)
-            rows.append((stock(), second))
-    rows = rows[1:]  # the first compiles what this setting needs
+            first = stock(load)
+            rows.append((first, other(load)))
     last = rows[-1][1]
     speed = [
         statistics.median(t.tokens / t.sampled for t in arm) for arm in zip(*rows, strict=True)
@@ -222,8 +228,8 @@ def main(
         for support, sampling, loaded, pairs in chosen:
             spread = SPREADS[support]
             llm.apply_model(partial(set_weights, spread=spread, hidden_size=hidden))
-            place = folder / f"{support}-{sampling}"
-            if cuda and not peer:
+            place = folder / f"{support}-{sampling}{_times(loaded)}"
+            if cuda and not peer and loaded.times == 1:
                 _print_steps(f"{arm}, {support} {sampling}", engine, model, place, loaded)
             if not pairs:
                 continue
@@ -231,19 +237,34 @@ def main(
                 for name, params in PEERS[peer][1].items():
                     _peer_jobs(f"{name}, {support} {sampling}", llm, loaded, pairs, params)
             else:
-                _jobs(f"{arm}, {support} {sampling}", engine, model, place, loaded, pairs)
+                _jobs(
+                    f"{arm}, {support} {sampling}{_times(loaded)}",
+                    engine,
+                    model,
+                    place,
+                    loaded,
+                    pairs,
+                )
         engine.close()
 
 
 def _setting(text: str, load: Load) -> tuple[int, str, Load, int]:
     """Read a setting: mean support, truncation, its load, pairs."""
-    support, sampling, pairs = text.split()
-    if int(support) not in SPREADS or sampling not in SAMPLINGS:
+    support, sampling, pairs, *times = text.split()
+    if int(support) not in SPREADS or sampling not in SAMPLINGS or len(times) > 1:
         raise click.BadParameter(
             f"setting {text.strip()!r}: expected a support of {list(SPREADS)}, one of "
-            f"{list(SAMPLINGS)} and a number of pairs"
+            f"{list(SAMPLINGS)}, a number of pairs, perhaps a factor such as x8"
         )
-    return int(support), sampling, replace(load, sampling=SAMPLINGS[sampling]), int(pairs)
+    factor = int(times[0].removeprefix("x")) if times else 1
+    load = replace(
+        load, sampling=SAMPLINGS[sampling], requests=factor * load.requests, times=factor
+    )
+    return int(support), sampling, load, int(pairs)
+
+
+def _times(load: Load) -> str:
+    return f" x{load.times}" if load.times > 1 else ""
 
 
 def _print_steps(name: str, engine: LazyEngine, model: Path, folder: Path, load: Load) -> None:
@@ -277,16 +298,22 @@ def peer_engine(job: ResolvedJob, args: dict[str, Any]) -> Any:
 def _jobs(name: str, engine: LazyEngine, model: Path, folder: Path, load: Load, pairs: int) -> None:
     llm = engine.get()._llm
 
-    def capture(pair: int) -> Timing:
-        shutil.rmtree(folder / f"{pair - 1}", ignore_errors=True)
-        return run_capture(engine, model, folder / f"{pair}", load)
+    def capture(load: Load) -> Timing:
+        shutil.rmtree(folder, ignore_errors=True)
+        return run_capture(engine, model, folder, load)
 
-    compare(name, lambda: run_stock(llm, load), capture, pairs)
-    print(f"{'':<28} {check_data(folder / str(pairs))}", flush=True)
+    compare(name, lambda load: run_stock(llm, load), capture, load, pairs)
+    print(f"{'':<28} {check_data(folder)}", flush=True)
 
 
 def _peer_jobs(name: str, llm: Any, load: Load, pairs: int, params: dict[str, Any]) -> None:
-    compare(name, lambda: run_stock(llm, load), lambda _: run_stock(llm, load, **params), pairs)
+    compare(
+        name,
+        lambda load: run_stock(llm, load),
+        lambda load: run_stock(llm, load, **params),
+        load,
+        pairs,
+    )
 
 
 if __name__ == "__main__":

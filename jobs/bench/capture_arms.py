@@ -34,6 +34,8 @@ class Load:
     """Mean of a request; the prompts' lengths go evenly from half of it to half more."""
     sampling: dict[str, Any]
     capture: dict[str, Any]
+    times: int = 1
+    """How many times the usual number the requests are."""
 
     def length(self, prompt: int) -> int:
         """Return the number of tokens that each request of a prompt samples."""
