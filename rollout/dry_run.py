@@ -9,7 +9,8 @@ import yaml
 
 from rollout.commits import dataset_exists, find_record
 from rollout.config import JobConfig
-from rollout.engine_args import engine_arguments
+from rollout.devices import describe_devices
+from rollout.engine_args import engine_arguments, engine_has_device
 from rollout.prompts import Prompt, read_prompts
 from rollout.resolve import other_reward, resolve_job
 from rollout.rows import Rejection
@@ -41,6 +42,7 @@ def describe_job(config: JobConfig) -> str:
         "model": job.files.record(),
         "inherited from generation_config.json": {"eos_token_ids": list(job.stop_ids)},
         "support recorded": config.sampling.support_kind(config.capture.top),
+        "devices": _devices(config.engine),
         "engine arguments": engine_arguments(
             job.files, config.capture, config.engine, 0, job.renderer.has_tokenizer
         ),
@@ -58,3 +60,10 @@ def describe_job(config: JobConfig) -> str:
             shown |= {"token_ids": rendered, "text": job.renderer.show(rendered)}
         sections["first prompts"].append(shown)
     return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=100).rstrip()
+
+
+def _devices(args: dict[str, Any]) -> str:
+    found = describe_devices(args)
+    if not engine_has_device():
+        found += "; vLLM finds no device either, and checks the engine's arguments where it starts"
+    return found

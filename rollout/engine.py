@@ -15,7 +15,7 @@ from typing import Any
 from rollout.capture.lifeline import JOB_PID
 from rollout.capture.request import extra_args
 from rollout.config import CaptureConfig, SamplingConfig
-from rollout.engine_args import engine_args_class, engine_arguments, first_line, set_environment
+from rollout.engine_args import engine_arguments, engine_has_device, first_line, set_environment
 from rollout.engine_watch import EngineWatch
 from rollout.errors import EngineError, RolloutError
 from rollout.model_files import ModelFiles
@@ -67,7 +67,11 @@ class Engine:
         set_environment()
         os.environ[JOB_PID] = str(os.getpid())
         engine_args = engine_arguments(files, capture, args, seed, has_tokenizer)
-        engine_args_class()
+        if not engine_has_device():
+            raise EngineError(
+                "vLLM did not start: this machine has no device that the installed build can use; "
+                "run the job where there is one, or install rollout[cpu]"
+            )
         from vllm import LLM
 
         try:

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from rollout.capture.worker_config import CONFIG_KEY
 from rollout.config import CaptureConfig
+from rollout.devices import check_devices, num_cuda_devices
 from rollout.errors import ConfigError, EngineError
 from rollout.model_files import ModelFiles
 
@@ -134,7 +135,7 @@ def engine_arguments(
     has_tokenizer: bool,
 ) -> dict[str, Any]:
     """Return what vLLM is started with; see `Engine` for the arguments."""
-    worker = "gpu_worker.GPUCaptureWorker" if _has_cuda() else "cpu_worker.CPUCaptureWorker"
+    worker = "gpu_worker.GPUCaptureWorker" if num_cuda_devices() else "cpu_worker.CPUCaptureWorker"
     defaults = {} if has_tokenizer else {"skip_tokenizer_init": True}
     return (
         defaults
@@ -157,11 +158,17 @@ def check_engine_config(
 ) -> None:
     """Let vLLM check the values itself, as it does when it starts; see `Engine` for the arguments.
 
+    Where it finds no device it can't; then they are checked when it starts.
+
     Raises:
-        ConfigError: vLLM refuses them.
+        ConfigError: vLLM refuses them, or they ask for more devices than there are.
         EngineError: vLLM is not installed.
     """
     engine_args = engine_args_class()
+    # vLLM's own words for it are about its command line, and not said for every executor
+    check_devices(args)
+    if not engine_has_device():
+        return
     try:
         engine_args(
             **engine_arguments(files, capture, args, 0, has_tokenizer)
@@ -186,12 +193,18 @@ def engine_args_class() -> Any:
     return EngineArgs
 
 
-def _has_cuda() -> bool:
-    import torch
+def engine_has_device() -> bool:
+    """Whether the installed vLLM finds a device that it can run on.
 
-    # unlike is_available, this asks the driver's management library: the job's process starts no
-    # CUDA context, which would take memory of the device
-    return torch.cuda.device_count() > 0
+    Its CPU build always does; a build for CUDA does not on a login node.
+
+    Raises:
+        EngineError: vLLM is not installed.
+    """
+    engine_args_class()
+    from vllm.platforms import current_platform
+
+    return not current_platform.is_unspecified()
 
 
 def set_environment() -> None:
@@ -202,7 +215,7 @@ def set_environment() -> None:
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     # a fork of a process that has used torch's threads hangs in the next loop that wants several
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    if not _has_cuda():
+    if num_cuda_devices() == 0:
         # one process: three times the start-up otherwise, and no launch thread to keep free
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
