@@ -135,7 +135,9 @@ def engine_arguments(
     has_tokenizer: bool,
 ) -> dict[str, Any]:
     """Return what vLLM is started with; see `Engine` for the arguments."""
-    worker = "gpu_worker.GPUCaptureWorker" if num_cuda_devices() else "cpu_worker.CPUCaptureWorker"
+    # a build that finds no device is one for CUDA: what a dry run shows is what it will start with
+    cuda = num_cuda_devices() > 0 or not engine_has_device()
+    worker = "gpu_worker.GPUCaptureWorker" if cuda else "cpu_worker.CPUCaptureWorker"
     defaults = {} if has_tokenizer else {"skip_tokenizer_init": True}
     return (
         defaults

@@ -163,6 +163,7 @@ def test_a_login_node_checks_the_rest_of_the_job(model: Path, tmp_path: Path) ->
     assert dry.returncode == 0, dry.stderr
     shown = yaml.safe_load(dry.stdout)
     assert shown["devices"].startswith("8 asked for, not compared: no CUDA device here; vLLM finds")
+    assert shown["engine arguments"]["worker_cls"].endswith(".GPUCaptureWorker")
     assert shown["first prompts"] == [{"line": 1, "token_ids": [64], "text": "a"}]
     wrong = on_a_login_node(path, "--dry-run", "--set", "engine.max_num_seq=4")
     assert wrong.returncode == 2
