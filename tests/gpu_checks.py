@@ -243,7 +243,9 @@ def processed(folder: Path) -> None:
         for key, index in keys
     ]
     outputs = llm.generate([{"prompt_token_ids": r["prompt_token_ids"]} for r in stored], params)
-    compared, worst, equal = 0, 0.0, 0
+    # V1 sorts small batches in 0.26, and which of equal logits at the border are kept goes by that:
+    # another batch may keep others of them
+    compared, positions, at_border, worst, equal = 0, 0, 0, 0.0, 0
     for row, output in zip(stored, outputs, strict=True):
         completion = output.outputs[0]
         equal += list(completion.token_ids) == row["token_ids"]
@@ -258,15 +260,27 @@ def processed(folder: Path) -> None:
                 if np.isfinite(item.logprob)
             }
             assert len(finite) < 64
-            assert set(ids.tolist()) == set(finite), (position, set(ids.tolist()) ^ set(finite))
-            for token, logprob in zip(ids.tolist(), logprobs.tolist(), strict=True):
+            ours_by_id = dict(zip(ids.tolist(), logprobs.tolist(), strict=True))
+            others = set(ours_by_id) ^ set(finite)
+            for kept in (ours_by_id, finite):
+                for token in others & set(kept):
+                    assert kept[token] - min(kept.values()) <= 2e-6, (position, token, kept)
+            positions += 1
+            if others:  # the normaliser may differ too
+                at_border += 1
+                continue
+            for token, logprob in ours_by_id.items():
                 error = abs(logprob - finite[token])
                 assert error <= 2e-6 + 2.0**-23 * abs(logprob), (position, error, logprob)
                 worst = max(worst, error)
             compared += ids.size
             if ours != theirs:  # another token: the prefixes differ from here on
                 break
-    print(f"processed: {compared} logprobs, largest difference {worst:.2e}, {equal} of 32 equal")
+    print(
+        f"processed: {compared} logprobs, largest difference {worst:.2e}, {at_border} of "
+        f"{positions} tokens with others of equal logits, {equal} of 32 sequences equal"
+    )
+    assert at_border <= positions // 20
     assert compared > 1000
     assert equal >= 16, f"{equal} of 32 sequences are equal"
 
