@@ -47,6 +47,10 @@ HEAD_REGISTERS = 128
 DRAW_BLOCK = 2
 """Draws of a row that one program makes together."""
 DRAW_WARPS = 1
+NOISE_WARPS = 8
+NOISE_REGISTERS = 128
+"""Registers of a thread where noise is added to all ids, so that loads of a program run beside the
+noise of another."""
 TAKE_BLOCK = 128
 """Rows whose sampled token one program takes."""
 TAKE_WARPS = 4
@@ -178,8 +182,11 @@ class CaptureScratch:
     """[R] float32, the largest logit."""
     row_log_sum: torch.Tensor
     """[R] float32, the log of the sum of exp(logit - row_max)."""
+    chunk_best: torch.Tensor
+    """[R, C] int64, where tokens are drawn: the largest `token_draw.score_key` of a chunk, in rows
+    of other kinds than KEPT."""
     best_score: torch.Tensor
-    """[R] int64, where tokens are drawn: the largest `token_draw.best_of_block` of the row."""
+    """[R] int64, the same of the entries of a KEPT row."""
     head_groups: torch.Tensor
     """[R, top] int32, the groups that hold the head."""
     anchor: torch.Tensor
@@ -227,6 +234,7 @@ class CaptureScratch:
             group_sum=zeros(wide if top or draws else none, torch.float32),
             row_max=zeros((max_rows,), torch.float32),
             row_log_sum=zeros((max_rows,), torch.float32),
+            chunk_best=zeros((max_rows, chunks), torch.int64),
             best_score=zeros((max_rows,), torch.int64),
             head_groups=zeros((max_rows, max(top, 1)), torch.int32),
             anchor=zeros((16,), torch.uint8),
@@ -281,6 +289,7 @@ class CaptureScratch:
             self.group_sum,
             self.row_max,
             self.row_log_sum,
+            self.chunk_best,
             self.best_score,
             self.head_groups,
             self.anchor,

@@ -25,7 +25,7 @@ from rollout.kernels.tile_ops import (
     log_probability,
     popcount,
 )
-from rollout.kernels.token_draw import NO_SCORE
+from rollout.kernels.token_draw import NO_SCORE, TokenDraw, key_token, score_key
 
 # N rows, V vocabulary, C chunks of CHUNK ids, G groups of GROUP ids in a chunk
 
@@ -36,23 +36,24 @@ def launch_row_stats(
     kinds: torch.Tensor,  # [N]
     out: StepOutput,
     top: int,
-    draw: bool,
+    draw: TokenDraw | None,
     distance: torch.Tensor | None,  # [1]
 ) -> None:
     """Fill the scratch, and of each row of `out` the count, sampled logprob and flags but OVERFLOW.
 
     Args:
         logits: [N, V] float32, bfloat16 or float16.
-        sampled_ids: [N] int64.
+        sampled_ids: [N] int64; where tokens are drawn, it becomes those of all rows but KEPT ones.
         kinds: [N] int8.
         out: the buffers of the step; `tail_mass` becomes 0, or NaN in broken TOP rows.
         top: ids recorded of a TOP row.
-        draw: whether the second pass draws the tokens: `sampled_ids` says nothing yet.
+        draw: how tokens are drawn, None where they are.
         distance: [1] int64 or None, see `capture_step`.
     """
     rows, vocab_size = kinds.shape[0], logits.shape[1]
     scratch = out.scratch
     unit = launch.row_unit(logits)
+    noise = draw.add_noise if draw is not None and draw.untruncated else None
     chunks = launch.ceil_div(vocab_size, launch.CHUNK)
     start, distance = scratch.start(logits, distance)
     _chunk_stats_kernel[(chunks, rows)](
@@ -66,6 +67,9 @@ def launch_row_stats(
         scratch.word_start,
         scratch.group_max,
         scratch.group_sum,
+        scratch.best_score if draw is None else draw.seeds,
+        scratch.best_score if draw is None else draw.positions,
+        scratch.chunk_best,
         logits.stride(0) // unit,
         vocab_size // unit,
         rows - launch.cached_rows(logits),
@@ -78,7 +82,9 @@ def launch_row_stats(
         CHUNK=launch.CHUNK,
         GROUP=launch.GROUP,
         SPARSE=launch.SPARSE,
-        num_warps=launch.CHUNK_WARPS,
+        ADD_NOISE=noise,
+        num_warps=launch.CHUNK_WARPS if noise is None else launch.NOISE_WARPS,
+        maxnreg=None if noise is None else launch.NOISE_REGISTERS,
     )
     _row_stats_kernel[(rows,)](
         start,
@@ -91,6 +97,7 @@ def launch_row_stats(
         scratch.chunk_start,
         scratch.row_max,
         scratch.row_log_sum,
+        scratch.chunk_best,
         scratch.best_score,
         out.counts,
         out.sampled_logprobs,
@@ -102,7 +109,7 @@ def launch_row_stats(
         scratch.chunk_max.stride(0),
         top,
         UNIT=unit,
-        DRAW=draw,
+        DRAW=draw is not None,
         BLOCK_C=scratch.chunk_start.shape[1],
         num_warps=1,
     )
@@ -112,6 +119,8 @@ def launch_row_stats(
     do_not_specialize=[
         "distance_ptr",
         "kinds_ptr",
+        "seeds_ptr",
+        "positions_ptr",
         "row_units",
         "vocab_units",
         "num_stream",
@@ -130,6 +139,9 @@ def _chunk_stats_kernel(
     word_start_ptr,
     group_max_ptr,
     group_sum_ptr,
+    seeds_ptr,
+    positions_ptr,
+    chunk_best_ptr,
     row_units,
     vocab_units,
     num_stream,
@@ -142,6 +154,7 @@ def _chunk_stats_kernel(
     CHUNK: tl.constexpr,
     GROUP: tl.constexpr,
     SPARSE: tl.constexpr,
+    ADD_NOISE: tl.constexpr,
 ):
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -192,6 +205,16 @@ def _chunk_stats_kernel(
         tl.store(group_sum_ptr + at, tl.sum(tl.reshape(power, [WORDS, GROUP]), axis=1))
     if HAS_GROUP_MAX and kind == KIND_TOP:
         tl.store(group_max_ptr + at, tl.max(tl.reshape(value, [WORDS, GROUP]), axis=1))
+    # tokens of KEPT rows are drawn among what is packed
+    if ADD_NOISE is not None and kind != KIND_KEPT:
+        sums = value
+        if kind != KIND_GREEDY:
+            sums = ADD_NOISE(value, ids, tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
+        sums = tl.where(kept, sums, -float("inf"))
+        best = tl.max(tl.max(sums, axis=0), axis=0)
+        # of equal sums the lowest id
+        first = tl.min(tl.min(tl.where(sums == best, ids, 0x7FFFFFFF), axis=0), axis=0)
+        tl.store(chunk_best_ptr + row * chunk_stride + chunk, score_key(best, first))
 
 
 @triton.jit(
@@ -218,6 +241,7 @@ def _row_stats_kernel(
     chunk_start_ptr,
     row_max_ptr,
     row_log_sum_ptr,
+    chunk_best_ptr,
     best_score_ptr,
     counts_ptr,
     sampled_logprobs_ptr,
@@ -239,6 +263,8 @@ def _row_stats_kernel(
         tl.store(sampled_logprobs_ptr + row, 0.0)
         tl.store(tail_mass_ptr + row, 0.0)
         tl.store(flags_ptr + row, 0)
+        if DRAW:
+            tl.store(sampled_ids_ptr + row, 0)
         return
     chunk = tl.arange(0, BLOCK_C)
     present = chunk < num_chunks
@@ -255,7 +281,15 @@ def _row_stats_kernel(
     total = tl.sum(tl.where(chunk_sum > 0.0, chunk_sum.to(tl.float64) * scale, 0.0), axis=0)
     log_sum = tl.log(tl.where(broken, 1.0, total)).to(tl.float32)
 
-    sampled = tl.load(sampled_ids_ptr + row)
+    if DRAW:
+        best = tl.load(chunk_best_ptr + at, mask=present & (kind != KIND_KEPT), other=NO_SCORE)
+        sampled = key_token(tl.max(best, axis=0))
+        # nothing is drawn yet of a KEPT row, and never of a broken one
+        sampled = tl.where((kind == KIND_KEPT) | broken, 0, sampled)
+        tl.store(sampled_ids_ptr + row, sampled)
+        tl.store(best_score_ptr + row, NO_SCORE)
+    else:
+        sampled = tl.load(sampled_ids_ptr + row)
     inside = (sampled >= 0) & (sampled < vocab_size)
     value = tl.load(
         logits_ptr + tl.load(distance_ptr) * UNIT + row * row_stride + tl.where(inside, sampled, 0),
@@ -277,8 +311,6 @@ def _row_stats_kernel(
     count = tl.where((kind == KIND_GREEDY) & (missing == 0), 1, count)
     flags = tl.where(nonfinite, FLAG_NONFINITE, 0) | tl.where(empty, FLAG_EMPTY, 0)
     flags = flags | tl.where(missing, FLAG_SAMPLED_MISSING, 0)
-    if DRAW:
-        tl.store(best_score_ptr + row, NO_SCORE)
     tl.store(row_max_ptr + row, largest)
     tl.store(row_log_sum_ptr + row, log_sum)
     tl.store(counts_ptr + row, tl.where(broken, 0, count))

@@ -50,14 +50,14 @@ def capture_step(
         logits: [N, V] float32, bfloat16 or float16; ids next to each other, rows any distance
             apart.
         sampled_ids: [M] int64, M >= N, the ids that the sampler drew; written where `draw` says
-            how they are drawn, 0 where a row has none.
+            how they are drawn, 0 in SKIP, NONFINITE and EMPTY rows.
         kinds: [M] int8, `RowKind` of each row.
         out: the buffers to fill, of at least M rows and vocabulary V.
         top: ids recorded of a TOP row, as `out` was allocated for.
         draws: independent samples of every row, K, as `out` was allocated for.
         seeds: [M] int64, the seed of each row's rollout; used for the draws alone.
         positions: [M] int64, the output position of each row.
-        draw: draws the tokens of a step whose rows are KEPT and SKIP rows alone.
+        draw: how to draw the tokens; of GREEDY rows, the most probable id is taken.
         distance: [1] int64 on the device, `launch.distance` of the logits from
             `out.scratch.anchor`, so that one launch serves logits at any address of the same shape,
             stride, dtype and `launch.row_unit`; None names the address in the launch.
@@ -81,7 +81,7 @@ def capture_step(
             logits, sampled_ids, kinds, out, top=top, draws=draws, seeds=seeds, positions=positions
         )
         return
-    launch_row_stats(logits, sampled_ids, kinds, out, top, draw is not None, distance)
+    launch_row_stats(logits, sampled_ids, kinds, out, top, draw, distance)
     launch_pack(logits, sampled_ids, kinds, out, draw, distance)
     if draw is not None:
         launch_take_tokens(logits, sampled_ids, kinds, out, distance)

@@ -1,9 +1,10 @@
-"""The sampled token, drawn by the capture from the ids that are kept.
+"""The sampled token, drawn by the capture while it reads the logits.
 
-An engine that samples by the Gumbel maximum adds noise to every logit of the vocabulary, also to
-those that are masked, and takes the largest sum: a pass as long as the capture's own. Where the
-noise of an id depends on the request, the position and the id alone, the largest sum over the kept
-ids is at the very same token, and those are in registers when their entries are packed.
+An engine that samples by the Gumbel maximum adds noise to every logit of the vocabulary and takes
+the largest sum: a pass as long as the capture's own. Where the noise of an id depends on the
+request, the position and the id alone, the capture finds the very same token on its way. Of a
+truncated row only the kept ids can win: their noise is added when their entries are packed. Of an
+untruncated one it is added in the one read of the logits.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rollout.kernels.step_output import StepOutput
 from rollout.kernels.tile_ops import KIND_KEPT, log_probability, order_key
 
 NO_SCORE = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
-"""Below what `best_of_block` returns of kept ids."""
+"""Below every `score_key`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,12 +29,15 @@ class TokenDraw:
     """How the tokens of a step are drawn; M rows."""
 
     add_noise: Any
-    """A Triton function of (logits [B] float32, ids [B] int32, seed, position), of which the last
-    two are int64 scalars: returns [B] float32, to each logit the noise of its id added."""
+    """A Triton function of (logits float32, ids int32 of the same shape, seed, position), of which
+    the last two are int64 scalars: returns the logits with the noise of their ids added."""
     seeds: torch.Tensor
     """[M] int64, of each row's request, as the engine's sampler has them."""
     positions: torch.Tensor
     """[M] int64, of each row's noise, as the engine's sampler has them."""
+    untruncated: bool = True
+    """Whether there may be rows of other kinds than KEPT and SKIP; the noise of all ids takes twice
+    the time of a read of them."""
 
 
 def tokens_reference(logits: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
@@ -59,11 +63,11 @@ def launch_take_tokens(
     out: StepOutput,
     distance: torch.Tensor | None,  # [1]
 ) -> None:
-    """Write the tokens that the second pass found, and their logprobs.
+    """Write the tokens of KEPT rows, which the second pass found, and their logprobs.
 
     Args:
         logits: [N, V] float32, bfloat16 or float16.
-        sampled_ids: [M] int64, becomes the token of each KEPT row that has one, else 0.
+        sampled_ids: [M] int64, becomes the token of each KEPT row that has one.
         kinds: [M] int8.
         out: the buffers of the step, after the second pass.
         distance: [1] int64 or None, see `capture_step`.
@@ -90,10 +94,21 @@ def launch_take_tokens(
 
 
 @triton.jit
+def score_key(score, token):
+    """Return int64 that orders as (score, lower id first) does."""
+    return (order_key(score).to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+
+
+@triton.jit
+def key_token(key):
+    """Return the id of a `score_key`, int64."""
+    return 0x7FFFFFFF - (key & 0xFFFFFFFF)
+
+
+@triton.jit
 def best_of_block(add_noise: tl.constexpr, value, ids, live, seed, position):
-    """Return of a block of kept ids int64 that orders as (largest sum, lower id first) does."""
-    sums = order_key(add_noise(value, ids, seed, position))
-    keys = (sums.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+    """Return the highest `score_key` of a block of kept ids."""
+    keys = score_key(add_noise(value, ids, seed, position), ids)
     return tl.max(tl.where(live, keys, NO_SCORE), axis=0)
 
 
@@ -122,8 +137,9 @@ def _take_tokens_kernel(
     # broken rows have no entries
     found = (kind == KIND_KEPT) & (tl.load(counts_ptr + row, mask=present, other=0) > 0)
     best = tl.load(best_score_ptr + row, mask=found, other=0)
-    token = tl.where(found, 0x7FFFFFFF - (best & 0xFFFFFFFF), 0)
-    tl.store(sampled_ids_ptr + row, token, mask=present)
+    token = tl.where(found, key_token(best), 0)
+    # other rows than KEPT ones have their token from the first pass, and broken ones have 0
+    tl.store(sampled_ids_ptr + row, token, mask=found)
     row_ptr = logits_ptr + tl.load(distance_ptr) * UNIT + row * row_stride
     value = tl.load(row_ptr + token, mask=found, other=0.0).to(tl.float32)
     row_max = tl.load(row_max_ptr + row, mask=found, other=0.0)

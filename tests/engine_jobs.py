@@ -149,8 +149,9 @@ def seen_logits() -> Iterator[SeenLogits]:
         sampled = stock_draw(self, *args, **kwargs)
         if self._taken:
             theirs = self._stock_draw(*args, **kwargs)
-            seen.drawn += len(theirs)
-            seen.drawn_otherwise += int((sampled != theirs).sum())
+            counts = torch.from_numpy(self._rows(self._batch).kinds != 0).to(theirs.device)
+            seen.drawn += int(counts.sum())
+            seen.drawn_otherwise += int((counts & (sampled != theirs)).sum())
         return sampled
 
     def keep(masked: torch.Tensor, sampled: torch.Tensor, rows: BatchRows) -> None:

@@ -185,7 +185,9 @@ def step_to_draw(seed: int) -> tuple[torch.Tensor, BatchRows, list[int]]:
     logits, _, rows = step_of(seed, 4)
     logits[:, 10:] = -torch.inf
     noise = RowNoise(
-        seeds=np.arange(seed, seed + 4, dtype=np.int64), positions=np.full(4, 9, np.int64)
+        seeds=np.arange(seed, seed + 4, dtype=np.int64),
+        positions=np.full(4, 9, np.int64),
+        untruncated=False,
     )
     of_ids = noise_of(list(range(seed, seed + 4)), [9] * 4, VOCAB).cpu()
     tokens = tokens_reference(logits, of_ids).tolist()

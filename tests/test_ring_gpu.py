@@ -113,7 +113,11 @@ def test_every_step_arrives(
             positions=np.arange(step, step + n, dtype=np.int32),
             kinds=kinds,
             seeds=seeds[:n],
-            noise=RowNoise(seeds=seeds[:n], positions=np.arange(step, step + n)) if drawn else None,
+            noise=RowNoise(
+                seeds=seeds[:n], positions=np.arange(step, step + n), untruncated=step % 2 == 0
+            )
+            if drawn
+            else None,
         )
         sampled = None if drawn else torch.full((n, 1), step, device="cuda", dtype=torch.int32)
         torch.cuda.set_sync_debug_mode("error")

@@ -10,10 +10,13 @@ import torch
 from noise import add_noise, noise_of
 from oracle_capture import (
     EMPTY,
+    GREEDY,
     KEPT,
+    NONE,
     NONFINITE,
     OVERFLOW,
     SKIP,
+    TOP,
     Row,
     allowed_error,
     log_softmax,
@@ -37,9 +40,14 @@ pytestmark = [
 
 
 def draw(
-    logits: torch.Tensor, kinds: list[int], *, capacity: int | None = None, spare_rows: int = 2
+    logits: torch.Tensor,
+    kinds: list[int],
+    *,
+    capacity: int | None = None,
+    spare_rows: int = 2,
+    given: list[int] | None = None,
 ) -> tuple[list[int], list[Row], StepOutput]:
-    """Run a step that draws its tokens, of more rows than logits, on poisoned buffers."""
+    """Run a step of more rows than logits on poisoned buffers; it draws what is not given."""
     n, vocab = logits.shape
     device = logits.device
     rows = n + spare_rows
@@ -47,13 +55,16 @@ def draw(
         max_rows=rows,
         vocab_size=vocab,
         capacity=logits.numel() if capacity is None else capacity,
-        top=0,
+        top=3,
         draws=1,
         device=device,
     )
     poison(out)
-    out.scratch.best_score.fill_(2**62)
+    for scores in (out.scratch.best_score, out.scratch.chunk_best):
+        scores.fill_(2**62)
     out.sampled_ids.fill_(-77)
+    if given is not None:
+        out.sampled_ids.copy_(torch.tensor(given))
 
     def of_rows(values: list[int]) -> torch.Tensor:
         return torch.tensor((values * rows)[:rows], dtype=torch.int64, device=device)
@@ -73,10 +84,11 @@ def draw(
     return out.sampled_ids.tolist(), read_rows(out, n), out
 
 
-def expected(logits: torch.Tensor) -> list[int]:
+def expected(logits: torch.Tensor, kinds: list[int] | None = None) -> list[int]:
     """The tokens of rows that all have one."""
     n, vocab = logits.shape
     noise = noise_of((SEEDS * n)[:n], (POSITIONS * n)[:n], vocab)
+    noise[[kind == GREEDY for kind in kinds or [KEPT] * n]] = 0.0
     return tokens_reference(logits.to(noise.device), noise).tolist()
 
 
@@ -111,6 +123,37 @@ def test_tokens_are_those_of_the_whole_vocabulary(
         assert np.float32(row.sampled).tobytes() == row.logprobs[row.ids.index(token)].tobytes()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("vocab", [1, 70, 2 * CHUNK + 100])
+def test_rows_of_all_kinds_in_one_step(vocab: int, dtype: torch.dtype) -> None:
+    kinds = [TOP, GREEDY, NONE, KEPT, SKIP, GREEDY, TOP, NONE, KEPT]
+    kept = [vocab, vocab, vocab, (vocab + 1) // 2, vocab, 1, vocab, (vocab + 3) // 4, vocab]
+    logits = logits_of(len(kinds), vocab, kept, dtype)
+    tokens, rows, out = draw(logits, kinds)
+    wanted = expected(logits, kinds)
+    wanted[4] = 0  # nobody's
+    assert tokens == [*wanted, 0, 0]
+    # all else is as if they had come from elsewhere
+    _, same, other = draw(logits, kinds, given=tokens)
+    assert torch.equal(out.header, other.header)
+    assert torch.equal(out.entries, other.entries)
+    assert [row.ids for row in rows] == [row.ids for row in same]
+
+
+@pytest.mark.parametrize("kind", [TOP, NONE, GREEDY])
+def test_the_lowest_of_equal_sums_over_all_ids(kind: int) -> None:
+    vocab = 2 * CHUNK
+    noise = noise_of(SEEDS[:1], POSITIONS[:1], vocab)[0].cpu()
+    logits = torch.zeros(1, vocab)
+    best = torch.tensor([vocab - 1, CHUNK + 5, 4097, 4096, 700])
+    logits[0, best] = 80.0 if kind == GREEDY else 128.0 - noise[best]
+    total = logits[0] + (0.0 if kind == GREEDY else noise)
+    tied = (total == total.max()).nonzero().flatten()
+    assert tied.numel() > 1
+    tokens, _, _ = draw(logits, [kind])
+    assert tokens[0] == int(tied[0])
+
+
 def test_the_lowest_of_equal_sums_is_drawn() -> None:
     # sums that are equal in any order of blocks and chunks: noise that the logits undo
     vocab = 2 * CHUNK
@@ -137,13 +180,14 @@ def test_rows_that_do_not_fit_have_tokens(kept: int) -> None:
         assert abs(row.sampled - exact) <= allowed_error(exact)
 
 
-def test_rows_without_a_token_have_id_0() -> None:
+@pytest.mark.parametrize("kind", [KEPT, TOP, NONE, GREEDY])
+def test_rows_without_a_token_have_id_0(kind: int) -> None:
     logits = logits_of(5, 600, [3, 600, 600, 5, 4], torch.float32)
     logits[1, 599] = torch.nan
     logits[2, 0] = INF
     logits[3] = -INF
-    tokens, rows, _ = draw(logits, [KEPT, KEPT, KEPT, KEPT, SKIP])
-    assert tokens == [expected(logits[:1])[0], 0, 0, 0, 0, 0, 0]
+    tokens, rows, _ = draw(logits, [kind, kind, kind, kind, SKIP])
+    assert tokens == [expected(logits[:1], [kind])[0], 0, 0, 0, 0, 0, 0]
     assert [row.flags for row in rows] == [0, NONFINITE, NONFINITE, EMPTY, 0]
     assert [math.isnan(row.sampled) for row in rows] == [False, True, True, True, False]
 
@@ -171,6 +215,16 @@ def test_what_could_not_be_drawn_is_refused() -> None:
         run(ids[:1], "triton")
     with pytest.raises(ValueError, match="the reference can't run"):
         run(ids, "reference")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", [TOP, NONE, GREEDY])
+def test_a_full_untruncated_step_on_the_gpu(kind: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator("cuda").manual_seed(kind)
+    logits = (torch.randn(512, 151_936, device="cuda", generator=generator) * 3.0).to(dtype)
+    tokens, _, _ = draw(logits, [kind] * 512)
+    assert tokens[:512] == expected(logits, [kind] * 512)
 
 
 @pytest.mark.gpu

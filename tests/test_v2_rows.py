@@ -218,34 +218,36 @@ class Drawing:
         return self.runner.step(list(rows))[0].tolist()
 
 
-def test_the_capture_draws_where_every_row_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [KEPT, GREEDY, TOP, NONE])
+def test_the_capture_draws_rows_of_any_kind(monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
     case = Drawing(monkeypatch)
     case.runner.add("a", 5, 4, KEPT)
-    case.runner.add("b", 2, 3, KEPT)
+    case.runner.add("b", 2, 3, kind)
     prefill = [
         Scheduled(name="a", slot=5, computed=0, tokens=4, prefill=4),
-        Scheduled(name="b", slot=2, computed=0, tokens=3, prefill=3),
+        Scheduled(name="b", slot=2, computed=0, tokens=2, prefill=3),  # the rest comes later
     ]
     assert case.tokens(*prefill) == [3, 3]
+    rest = Scheduled(name="b", slot=2, computed=2, tokens=1, prefill=3)
+    assert case.tokens(decode("a", 5, 4), rest) == [3, 3]
     for step in range(3):
-        assert case.tokens(decode("a", 5, 4 + step), decode("b", 2, 3 + step)) == [3, 3]
+        assert case.tokens(decode("a", 5, 5 + step), decode("b", 2, 3 + step)) == [3, 3]
+    kinds = [[KEPT, SKIP], *[[KEPT, kind]] * 4]
     for step, rows in enumerate(case.drawn):
+        assert rows.kinds.tolist() == kinds[step]
         assert rows.noise is not None
         assert rows.noise.seeds.tolist() == [105, 102]
         # the last token that is there, as vLLM's sampler counts
-        assert rows.noise.positions.tolist() == [3 + step, 2 + step]
-        assert rows.positions.tolist() == [step, step]
+        assert rows.noise.positions.tolist() == [3 + step, 1 + step]
+        assert rows.noise.untruncated == (step > 0 and kind != KEPT)
     assert case.drawn[-1].noise.seeds is case.drawn[-2].noise.seeds  # type: ignore[union-attr]
     assert not case.recorded
 
 
-@pytest.mark.parametrize("kind", [GREEDY, TOP, NONE, SKIP])
-def test_vllm_draws_where_a_row_is_of_another_kind(
-    monkeypatch: pytest.MonkeyPatch, kind: int
-) -> None:
+def test_vllm_draws_where_a_row_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Drawing(monkeypatch)
     case.runner.add("a", 0, 1, KEPT)
-    case.runner.add("b", 1, 1, kind)
+    case.runner.add("b", 1, 1, SKIP)
     assert case.tokens(decode("a", 0, 1), decode("b", 1, 1)) == [7, 7]
     assert len(case.recorded) == 1
     assert not case.drawn

@@ -56,7 +56,7 @@ from rollout.engine_args import engine_arguments
 from rollout.engine_start import LazyEngine
 from rollout.resolve import ResolvedJob
 
-_SWITCHED_TOKENS = 2048  # steps of the switched batch
+_SWITCHED_TOKENS = 1024  # steps of the switched batch
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "nucleus": {"top_p": 0.95, "top_k": 0},
@@ -128,6 +128,8 @@ def compare(
         else:
             first = stock(load)
             rows.append((first, other(load)))
+        a, b = rows[-1]
+        print(f"{'':<28} seconds to the last token {a.sampled:.2f}, {b.sampled:.2f}", flush=True)
     last = rows[-1][1]
     speed = [
         statistics.median(t.tokens / t.sampled for t in arm) for arm in zip(*rows, strict=True)
@@ -136,11 +138,6 @@ def compare(
         f"{name:<28} stock {speed[0]:7.0f} tok/s  this {speed[1]:7.0f} tok/s"
         f"  to last token {interval([a.sampled / b.sampled for a, b in rows])}"
         f"  to last commit {interval([a.committed / b.committed for a, b in rows])}",
-        flush=True,
-    )
-    print(
-        f"{'':<28} seconds to the last token "
-        + " ".join(f"{a.sampled:.2f}/{b.sampled:.2f}" for a, b in rows),
         flush=True,
     )
     print(

@@ -29,12 +29,14 @@ class BatchRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowNoise:
-    """By what the engine's sampler would draw the tokens of N KEPT rows."""
+    """By what the engine's sampler would draw the tokens of N rows."""
 
     seeds: npt.NDArray[np.int64]
     """[N]; never changed, so that the same array in another step says the same."""
     positions: npt.NDArray[np.int64]
     """[N] index of the token before in the prompt and the output."""
+    untruncated: bool
+    """Whether there are rows of other kinds than KEPT and SKIP."""
 
 
 OnStep = Callable[[torch.Tensor, torch.Tensor, BatchRows], None]

@@ -126,7 +126,7 @@ class CaptureCore:
         self._steps += 1
 
     def on_draw(self, logits: torch.Tensor, rows: BatchRows) -> torch.Tensor | None:
-        """Record one step of KEPT rows and draw its tokens.
+        """Record one step and draw its tokens.
 
         Args:
             logits: [N, V] masked with -inf.
@@ -135,7 +135,7 @@ class CaptureCore:
         Returns:
             [N] int64 ids, or null if the engine is to draw them; the step is taken care of then.
         """
-        if not self._recording:
+        if not self._recording or not rows.kinds.tobytes().strip(b"\0"):
             return None
         self._steps += 1
         return self.recorder.record(self._steps - 1, logits, None, rows)
@@ -233,6 +233,7 @@ class DirectRecorder:
                 add_noise=self._add_noise,
                 seeds=torch.from_numpy(rows.noise.seeds),
                 positions=torch.from_numpy(rows.noise.positions),
+                untruncated=rows.noise.untruncated,
             )
         sampled = sampled.reshape(-1).to(torch.int64)
         capture_step(

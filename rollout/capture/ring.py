@@ -27,7 +27,7 @@ import torch
 from rollout.capture.batch import BatchRows, RowNoise
 from rollout.capture.copy_ahead import CopyAhead
 from rollout.capture.launch_graphs import LaunchGraphs
-from rollout.capture.request import KEPT, SKIP, CaptureSettings
+from rollout.capture.request import SKIP, CaptureSettings
 from rollout.capture.ring_process import LOST_FOLDER
 from rollout.capture.shared_ring import RingLayout, SharedRing
 from rollout.capture.step_slot import StepSlot
@@ -141,20 +141,17 @@ class RingRecorder:
                     kinds=(np.arange(n) % 5).astype(np.int8),
                     seeds=np.zeros(n, np.int64),
                 )
-                drawn = replace(
-                    batch,
-                    kinds=np.full(n, KEPT, np.int8),
-                    noise=RowNoise(seeds=batch.seeds, positions=batch.seeds),
-                )
+                steps: list[tuple[torch.Tensor | None, BatchRows]] = [(sampled, batch)]
+                if self._add_noise is not None:
+                    for kinds, more in ((batch.kinds, True), (batch.kinds % 2, False)):
+                        noise = RowNoise(seeds=batch.seeds, positions=batch.seeds, untruncated=more)
+                        steps.append((None, replace(batch, kinds=kinds, noise=noise)))
                 # both ways of copying, twice: the second time makes the graph
-                for index, ahead in itertools.product(
-                    range(len(self._slots)), 2 * [0, self._settings.support_capacity]
+                for index, ahead, (ids, of_step) in itertools.product(
+                    range(len(self._slots)), 2 * [0, self._settings.support_capacity], steps
                 ):
-                    self._launch(index, logits, sampled, batch, 0, ahead)
+                    self._launch(index, logits, ids, of_step, 0, ahead)
                     torch.cuda.synchronize(self._device)  # the next one writes to the same memory
-                    if self._add_noise is not None:
-                        self._launch(index, logits, None, drawn, 0, ahead)
-                        torch.cuda.synchronize(self._device)
 
     def start(self, folder: str) -> None:
         """Record from now on, into a spool folder."""
@@ -260,7 +257,8 @@ class RingRecorder:
         ahead: int,
     ) -> None:
         slot = self._slots[index]
-        drawn = sampled is None
+        # which noise the launch adds: none, that of kept ids, that of all
+        drawn = 0 if sampled is not None or rows.noise is None else 1 + rows.noise.untruncated
         if sampled is not None and not (sampled.dtype == torch.int64 and sampled.is_contiguous()):
             sampled = sampled.to(torch.int64).contiguous()
         slot.put(ready, sampled, distance(logits, slot.out.scratch.anchor), rows)
@@ -285,11 +283,14 @@ class RingRecorder:
             self._stream = torch.cuda.current_stream(self._device)
         return self._stream
 
-    def _fill(self, slot: StepSlot, logits: torch.Tensor, drawn: bool) -> None:
+    def _fill(self, slot: StepSlot, logits: torch.Tensor, drawn: int) -> None:
         draw = None
         if drawn:
             draw = TokenDraw(
-                add_noise=self._add_noise, seeds=slot.noise_seeds, positions=slot.noise_positions
+                add_noise=self._add_noise,
+                seeds=slot.noise_seeds,
+                positions=slot.noise_positions,
+                untruncated=drawn > 1,
             )
         fetch_step(slot.host_words, slot.words, slot.out.sampled_ids)
         capture_step(
@@ -317,11 +318,11 @@ class RingRecorder:
             ahead=ahead,
         )
 
-    def _fill_and_copy(self, index: int, logits: torch.Tensor, drawn: bool) -> None:
+    def _fill_and_copy(self, index: int, logits: torch.Tensor, drawn: int) -> None:
         self._fill(self._slots[index], logits, drawn)
         self._copy(index, 0)
 
-    def _fill_and_tell(self, slot: StepSlot, logits: torch.Tensor, drawn: bool) -> None:
+    def _fill_and_tell(self, slot: StepSlot, logits: torch.Tensor, drawn: int) -> None:
         self._fill(slot, logits, drawn)
         slot.filled.record(torch.cuda.current_stream(self._device))
 

@@ -2,9 +2,9 @@
 
 The V2 sampler's `sample` always returns the processed logits, and they are the masked tensor that
 the token was drawn from unless a fused sampler ran; those are switched off here. Everything about
-the rows comes from the runner's host mirrors, so that nothing waits for the device. Where all rows
-are truncated, the capture draws the tokens in the sampler's place, by the sampler's noise and over
-the kept ids alone: the same tokens, without the sampler's pass over the vocabulary.
+the rows comes from the runner's host mirrors, so that nothing waits for the device. The capture
+draws the tokens in the sampler's place, by the sampler's noise: the same tokens, without the
+sampler's own pass over the vocabulary.
 Source: vllm/v1/worker/gpu/sample/sampler.py and vllm/v1/worker/gpu/model_runner.py of 0.26 to 0.33.
 """
 
@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from rollout.capture.batch import BatchRows, OnDraw, OnStep, RowNoise
-from rollout.capture.request import KEPT, SKIP, kind_and_seed
+from rollout.capture.request import GREEDY, KEPT, NONE, SKIP, TOP, kind_and_seed
 from rollout.errors import EngineError
 
 _log = logging.getLogger(__name__)
@@ -144,14 +144,16 @@ class V2Adapter:
         kept = torch.linspace(0.001, 1.0, rows, device=device)[:, None]
         dropped = torch.rand(rows, vocab_size, generator=generator, device=device) > kept
         dropped[:, 0] = False
-        logits.masked_fill_(dropped, -torch.inf)
+        kinds = np.resize(np.array([KEPT, TOP, KEPT, GREEDY, KEPT, NONE], np.int8), rows)
+        truncated = torch.from_numpy(kinds == KEPT).to(device)[:, None]
+        logits.masked_fill_(dropped & truncated, -torch.inf)
         numbers = np.random.default_rng(0).integers(-(2**63), 2**63, rows, np.int64)
         positions = np.arange(rows, dtype=np.int64) * 1001
         index = torch.arange(rows, device=device)
         theirs = self._stock_draw(
             logits,
             index,
-            torch.ones(rows, device=device),
+            torch.from_numpy((kinds != GREEDY).astype(np.float32)).to(device),
             torch.from_numpy(numbers).to(device),
             torch.from_numpy(positions).to(device),
             apply_temperature=False,
@@ -162,9 +164,9 @@ class V2Adapter:
             BatchRows(
                 request_ids=[""] * rows,
                 positions=np.zeros(rows, np.int32),
-                kinds=np.full(rows, KEPT, np.int8),
+                kinds=kinds,
                 seeds=numbers,
-                noise=RowNoise(seeds=numbers, positions=positions),
+                noise=RowNoise(seeds=numbers, positions=positions, untruncated=True),
             ),
         )
         if torch.equal(ours, theirs):
@@ -185,6 +187,7 @@ class V2Adapter:
         if last is None or batch.num_tokens != len(request_ids) or request_ids != last.ids:
             slots = batch.idx_mapping_np
             kinds = self._kinds[slots]
+            ours = kinds.all()  # SKIP is 0
             # a prefill that goes on samples nothing
             unfinished = lengths < batch.prefill_len_np
             np.putmask(kinds, unfinished, SKIP)
@@ -193,13 +196,18 @@ class V2Adapter:
                 kinds=kinds,
                 seeds=self._seeds[slots],
                 prompt_lengths=self._runner.req_states.prompt_len.np[slots],
-                noise_seeds=self._noise_seeds(slots, kinds),
+                noise_seeds=self._noise_seeds(slots) if ours else None,
+                untruncated=bool((kinds > KEPT).any()),
             )
             self._last = None if unfinished.any() else last
         positions = lengths - last.prompt_lengths
         noise = None
         if last.noise_seeds is not None:
-            noise = RowNoise(seeds=last.noise_seeds, positions=lengths.astype(np.int64) - 1)
+            noise = RowNoise(
+                seeds=last.noise_seeds,
+                positions=lengths.astype(np.int64) - 1,
+                untruncated=last.untruncated,
+            )
         return BatchRows(
             request_ids=request_ids,
             positions=positions.astype(np.int32, copy=False),
@@ -208,11 +216,9 @@ class V2Adapter:
             noise=noise,
         )
 
-    def _noise_seeds(
-        self, slots: npt.NDArray[np.intp], kinds: npt.NDArray[np.int8]
-    ) -> npt.NDArray[np.int64] | None:
-        """Return [N] the seeds of rows whose tokens the capture draws, else null."""
-        if self.on_draw is None or not (kinds == KEPT).all():
+    def _noise_seeds(self, slots: npt.NDArray[np.intp]) -> npt.NDArray[np.int64] | None:
+        """Return [N] the seeds by which the capture draws the rows' tokens; null if it does not."""
+        if self.on_draw is None:
             return None
         seeds: npt.NDArray[np.int64] = self._sampler.sampling_states.seeds.np[slots]
         return seeds
@@ -227,6 +233,7 @@ class _Requests:
     seeds: npt.NDArray[np.int64]
     prompt_lengths: npt.NDArray[np.int32]
     noise_seeds: npt.NDArray[np.int64] | None
+    untruncated: bool
 
 
 def _find_noise(sampler: Any) -> Any:

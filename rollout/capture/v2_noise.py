@@ -32,7 +32,7 @@ if _found != _KNOWN:
 def add_noise(value, ids, seed, position):  # type: ignore[no-untyped-def]
     """Add the noise of each id, see `rollout.kernels.token_draw.TokenDraw`."""
     keys = tl.expand_dims(ids, 0)
-    # the largest of each column of one row is the sum itself
+    # the largest along an axis of one is the sum itself
     sums, _ = gumbel_noised_argmax(
         tl.expand_dims(value, 0),
         keys,

@@ -105,7 +105,7 @@ class CaptureWorkerMixin:
             "head_dtype": None if weight is None else str(weight.dtype).removeprefix("torch."),
             "model_dtype": str(self.vllm_config.model_config.dtype).removeprefix("torch."),
             "logits_dtype": self._adapter.logits_dtype,
-            "tokens_drawn_over": "support" if self._draws_tokens else "vocabulary",
+            "tokens_drawn_by": "capture" if self._draws_tokens else "engine",
             "async_scheduling": bool(self.vllm_config.scheduler_config.async_scheduling),
             "capture_device_bytes": self._capture.recorder.device_bytes if self._capture else 0,
             "tied_embeddings": bool(
