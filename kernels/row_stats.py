@@ -207,14 +207,24 @@ def _chunk_stats_kernel(
         tl.store(group_max_ptr + at, tl.max(tl.reshape(value, [WORDS, GROUP]), axis=1))
     # tokens of KEPT rows are drawn among what is packed
     if ADD_NOISE is not None and kind != KIND_KEPT:
-        sums = value
-        if kind != KIND_GREEDY:
-            sums = ADD_NOISE(value, ids, tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
-        sums = tl.where(kept, sums, -float("inf"))
-        best = tl.max(tl.max(sums, axis=0), axis=0)
-        # of equal sums the lowest id
-        first = tl.min(tl.min(tl.where(sums == best, ids, 0x7FFFFFFF), axis=0), axis=0)
-        tl.store(chunk_best_ptr + row * chunk_stride + chunk, score_key(best, first))
+        seed = tl.load(seeds_ptr + row)
+        position = tl.load(positions_ptr + row)
+        best = tl.full((), NO_SCORE, tl.int64)
+        PART: tl.constexpr = WORDS * WIDE
+        # again from the cache, a part at a time: the noise of all takes too many registers
+        for part in range(ACROSS):
+            own = chunk * CHUNK + part * PART + tl.arange(0, PART)
+            logit = tl.load(row_ptr + own, mask=own < vocab_units * UNIT, other=-float("inf"))
+            logit = logit.to(tl.float32)
+            sums = logit
+            if kind != KIND_GREEDY:
+                sums = ADD_NOISE(logit, own, seed, position)
+            sums = tl.where(logit > -float("inf"), sums, -float("inf"))
+            most = tl.max(sums, axis=0)
+            # of equal sums the lowest id
+            first = tl.min(tl.where(sums == most, own, 0x7FFFFFFF), axis=0)
+            best = tl.maximum(best, score_key(most, first))
+        tl.store(chunk_best_ptr + row * chunk_stride + chunk, best)
 
 
 @triton.jit(
