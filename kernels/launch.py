@@ -122,21 +122,21 @@ def row_unit(logits: torch.Tensor) -> int:
     size = logits.element_size()
     unit = 16 // size
     aligned = logits.data_ptr() % 16 == 0
-    return unit if aligned and logits.stride(0) % unit == 0 and logits.shape[1] % unit == 0 else 1
+    return unit if aligned and logits.stride(0) % unit == 0 and logits.size(1) % unit == 0 else 1
 
 
-def distance(logits: torch.Tensor, anchor: torch.Tensor) -> int:
+def distance(logits: torch.Tensor, unit: int, anchor: int) -> int:
     """Return how far behind an anchor logits start, as the kernels are told it.
 
     Args:
         logits: [N, V].
-        anchor: aligned to 16 bytes, on the same device.
+        unit: `row_unit` of the logits.
+        anchor: an address on the same device, a multiple of 16.
 
     Returns:
-        The distance in `row_unit`s of elements, perhaps negative.
+        The distance in units of elements, perhaps negative.
     """
-    unit = row_unit(logits) * logits.element_size()
-    return (logits.data_ptr() - anchor.data_ptr()) // unit
+    return (logits.data_ptr() - anchor) // (unit * logits.element_size())
 
 
 def cached_rows(logits: torch.Tensor) -> int:

@@ -35,6 +35,7 @@ def launch_pack(
     kinds: torch.Tensor,  # [N]
     out: StepOutput,
     draw: TokenDraw | None,
+    positions: torch.Tensor,  # [N]
     distance: torch.Tensor | None,  # [1]
 ) -> None:
     """Write the offsets, the OVERFLOW flags and the entries of KEPT and GREEDY rows.
@@ -48,6 +49,7 @@ def launch_pack(
         kinds: [N] int8.
         out: the buffers of the step, after the row statistics.
         draw: how tokens are drawn, None where they are.
+        positions: [N] int64.
         distance: [1] int64 or None, see `capture_step`.
     """
     rows, vocab_size = kinds.shape[0], logits.shape[1]
@@ -69,8 +71,9 @@ def launch_pack(
         out.offsets,
         out.flags,
         out.entries,
-        scratch.best_score if draw is None else draw.seeds,
-        scratch.best_score if draw is None else draw.positions,
+        positions if draw is None else draw.seeds,
+        positions,
+        positions if draw is None else draw.lead,
         scratch.best_score,
         logits.stride(0),
         rows,
@@ -109,6 +112,7 @@ def _last_start(start_ptr, rank, SIZE: tl.constexpr):
         "kinds_ptr",
         "seeds_ptr",
         "positions_ptr",
+        "lead_ptr",
         "row_stride",
         "num_rows",
         "capacity",
@@ -134,6 +138,7 @@ def _pack_kernel(
     entries_ptr,
     seeds_ptr,
     positions_ptr,
+    lead_ptr,
     best_score_ptr,
     row_stride,
     num_rows,
@@ -177,7 +182,7 @@ def _pack_kernel(
         return
 
     seed = tl.load(seeds_ptr + row) if DRAW else 0
-    position = tl.load(positions_ptr + row) if DRAW else 0
+    position = tl.load(positions_ptr + row) + tl.load(lead_ptr + row) if DRAW else 0
     row_max = tl.load(row_max_ptr + row)
     row_log_sum = tl.load(row_log_sum_ptr + row)
     row_ptr = logits_ptr + tl.load(distance_ptr) * UNIT + row * row_stride

@@ -37,6 +37,7 @@ def launch_row_stats(
     out: StepOutput,
     top: int,
     draw: TokenDraw | None,
+    positions: torch.Tensor,  # [N]
     distance: torch.Tensor | None,  # [1]
 ) -> None:
     """Fill the scratch, and of each row of `out` the count, sampled logprob and flags but OVERFLOW.
@@ -48,6 +49,7 @@ def launch_row_stats(
         out: the buffers of the step; `tail_mass` becomes 0, or NaN in broken TOP rows.
         top: ids recorded of a TOP row.
         draw: how tokens are drawn, None where they are.
+        positions: [N] int64.
         distance: [1] int64 or None, see `capture_step`.
     """
     rows, vocab_size = kinds.shape[0], logits.shape[1]
@@ -67,8 +69,9 @@ def launch_row_stats(
         scratch.word_start,
         scratch.group_max,
         scratch.group_sum,
-        scratch.best_score if draw is None else draw.seeds,
-        scratch.best_score if draw is None else draw.positions,
+        positions if draw is None else draw.seeds,
+        positions,
+        positions if draw is None else draw.lead,
         scratch.chunk_best,
         logits.stride(0) // unit,
         vocab_size // unit,
@@ -121,6 +124,7 @@ def launch_row_stats(
         "kinds_ptr",
         "seeds_ptr",
         "positions_ptr",
+        "lead_ptr",
         "row_units",
         "vocab_units",
         "num_stream",
@@ -141,6 +145,7 @@ def _chunk_stats_kernel(
     group_sum_ptr,
     seeds_ptr,
     positions_ptr,
+    lead_ptr,
     chunk_best_ptr,
     row_units,
     vocab_units,
@@ -208,7 +213,7 @@ def _chunk_stats_kernel(
     # tokens of KEPT rows are drawn among what is packed
     if ADD_NOISE is not None and kind != KIND_KEPT:
         seed = tl.load(seeds_ptr + row)
-        position = tl.load(positions_ptr + row)
+        position = tl.load(positions_ptr + row) + tl.load(lead_ptr + row)
         best = tl.full((), NO_SCORE, tl.int64)
         PART: tl.constexpr = WORDS * WIDE
         # again from the cache, a part at a time: the noise of all takes too many registers

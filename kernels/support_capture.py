@@ -56,7 +56,7 @@ def capture_step(
         top: ids recorded of a TOP row, as `out` was allocated for.
         draws: independent samples of every row, K, as `out` was allocated for.
         seeds: [M] int64, the seed of each row's rollout; used for the draws alone.
-        positions: [M] int64, the output position of each row.
+        positions: [M] int64, the output position of each row, for the draws and the token's noise.
         draw: how to draw the tokens; of GREEDY rows, the most probable id is taken.
         distance: [1] int64 on the device, `launch.distance` of the logits from
             `out.scratch.anchor`, so that one launch serves logits at any address of the same shape,
@@ -69,7 +69,7 @@ def capture_step(
     """
     of_rows = {"sampled_ids": sampled_ids, "seeds": seeds, "positions": positions}
     if draw is not None:
-        of_rows |= {"draw.seeds": draw.seeds, "draw.positions": draw.positions}
+        of_rows |= {"draw.seeds": draw.seeds, "draw.lead": draw.lead}
     _check(logits, kinds, out, top, draws, of_rows)
     if kinds.shape[0] == 0:
         out.offsets[:1] = 0
@@ -81,8 +81,8 @@ def capture_step(
             logits, sampled_ids, kinds, out, top=top, draws=draws, seeds=seeds, positions=positions
         )
         return
-    launch_row_stats(logits, sampled_ids, kinds, out, top, draw, distance)
-    launch_pack(logits, sampled_ids, kinds, out, draw, distance)
+    launch_row_stats(logits, sampled_ids, kinds, out, top, draw, positions, distance)
+    launch_pack(logits, sampled_ids, kinds, out, draw, positions, distance)
     if draw is not None:
         launch_take_tokens(logits, sampled_ids, kinds, out, distance)
     if top:

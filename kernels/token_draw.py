@@ -33,8 +33,8 @@ class TokenDraw:
     the last two are int64 scalars: returns the logits with the noise of their ids added."""
     seeds: torch.Tensor
     """[M] int64, of each row's request, as the engine's sampler has them."""
-    positions: torch.Tensor
-    """[M] int64, of each row's noise, as the engine's sampler has them."""
+    lead: torch.Tensor
+    """[M] int64, what the sampler's position of a row is ahead of its output position."""
     untruncated: bool = True
     """Whether there may be rows of other kinds than KEPT and SKIP; the noise of all ids takes twice
     the time of a read of them."""

@@ -139,7 +139,7 @@ def test_steps_neither_wait_nor_compile_nor_allocate() -> None:
 
     def run(step: int) -> None:
         logits, ids, kinds = steps[step]
-        for draw in (None, TokenDraw(add_noise=add_noise, seeds=ids, positions=ids)):
+        for draw in (None, TokenDraw(add_noise=add_noise, seeds=ids, lead=ids)):
             capture_step(
                 logits, ids, kinds, out, top=20, draws=2, seeds=ids, positions=ids, draw=draw
             )

@@ -186,7 +186,7 @@ def step_to_draw(seed: int) -> tuple[torch.Tensor, BatchRows, list[int]]:
     logits[:, 10:] = -torch.inf
     noise = RowNoise(
         seeds=np.arange(seed, seed + 4, dtype=np.int64),
-        positions=np.full(4, 9, np.int64),
+        lead=np.full(4, 9 - seed, np.int64),
         untruncated=False,
     )
     of_ids = noise_of(list(range(seed, seed + 4)), [9] * 4, VOCAB).cpu()

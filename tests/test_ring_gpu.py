@@ -113,9 +113,7 @@ def test_every_step_arrives(
             positions=np.arange(step, step + n, dtype=np.int32),
             kinds=kinds,
             seeds=seeds[:n],
-            noise=RowNoise(
-                seeds=seeds[:n], positions=np.arange(step, step + n), untruncated=step % 2 == 0
-            )
+            noise=RowNoise(seeds=seeds[:n], lead=seeds[:n] * 0, untruncated=step % 2 == 0)
             if drawn
             else None,
         )

@@ -48,7 +48,7 @@ def make_layout(**sizes: Any) -> RingLayout:
 )
 def test_no_part_of_the_ring_lies_over_another(sizes: dict[str, int]) -> None:
     ring = SharedRing.create(make_layout(**sizes))
-    parts: list[npt.NDArray[Any]] = [ring.words, ring.ready]
+    parts: list[npt.NDArray[Any]] = [np.asarray(ring.words), ring.ready]
     for slot in range(ring.layout.slots):
         rows = ring._rows[slot]
         parts += [ring.header(slot), ring.entries(slot)]

@@ -352,7 +352,7 @@ def test_logits_are_where_the_device_is_told(
             max_rows=n, vocab_size=vocab, capacity=5000, top=7, draws=2, device=device
         )
         poison(out)
-        behind = launch.distance(logits, out.scratch.anchor)
+        behind = launch.distance(logits, launch.row_unit(logits), out.scratch.anchor.data_ptr())
         capture_step(
             given,
             torch.full((n,), vocab // 2, device=device),

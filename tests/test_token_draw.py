@@ -74,11 +74,18 @@ def draw(
         out.sampled_ids,
         torch.tensor(kinds + [SKIP] * spare_rows, dtype=torch.int8, device=device),
         out,
-        top=0,
+        top=3,
         draws=1,
         seeds=of_rows([1]),
         positions=of_rows([2]),
-        draw=TokenDraw(add_noise=add_noise, seeds=of_rows(SEEDS), positions=of_rows(POSITIONS)),
+        draw=TokenDraw(
+            add_noise=add_noise,
+            seeds=of_rows(SEEDS),
+            lead=of_rows([position - 2 for position in POSITIONS]),
+            untruncated=not {TOP, NONE, GREEDY}.isdisjoint(kinds),
+        )
+        if given is None
+        else None,
         impl="triton",
     )
     return out.sampled_ids.tolist(), read_rows(out, n), out
@@ -197,7 +204,7 @@ def test_what_could_not_be_drawn_is_refused() -> None:
     ids = torch.zeros(2, dtype=torch.int64)
     kinds = torch.zeros(2, dtype=torch.int8)
 
-    def run(positions: torch.Tensor, impl: str) -> None:
+    def run(lead: torch.Tensor, impl: str) -> None:
         capture_step(
             torch.zeros(2, 5),
             ids,
@@ -207,11 +214,11 @@ def test_what_could_not_be_drawn_is_refused() -> None:
             draws=0,
             seeds=ids,
             positions=ids,
-            draw=TokenDraw(add_noise=add_noise, seeds=ids, positions=positions),
+            draw=TokenDraw(add_noise=add_noise, seeds=ids, lead=lead),
             impl=impl,  # type: ignore[arg-type]
         )
 
-    with pytest.raises(ValueError, match=r"draw\.positions: got \[1\] torch\.int64"):
+    with pytest.raises(ValueError, match=r"draw\.lead: got \[1\] torch\.int64"):
         run(ids[:1], "triton")
     with pytest.raises(ValueError, match="the reference can't run"):
         run(ids, "reference")

@@ -230,7 +230,7 @@ def run_case(case: Case, device: torch.device, bandwidth: float, replays: int) -
 
     draw = None
     if case.draw_token:
-        draw = TokenDraw(add_noise=add_gumbel, seeds=seeds, positions=positions)
+        draw = TokenDraw(add_noise=add_gumbel, seeds=seeds, lead=seeds)
 
     def step(index: int) -> None:
         logits, sampled = sets[index % SETS]

@@ -27,14 +27,17 @@ class BatchRows:
     """What the capture needs to draw the tokens itself; null where the engine draws them."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RowNoise:
-    """By what the engine's sampler would draw the tokens of N rows."""
+    """By what the engine's sampler would draw the tokens of N rows.
+
+    Never changed: the same object in another step says the same.
+    """
 
     seeds: npt.NDArray[np.int64]
-    """[N]; never changed, so that the same array in another step says the same."""
-    positions: npt.NDArray[np.int64]
-    """[N] index of the token before in the prompt and the output."""
+    """[N]."""
+    lead: npt.NDArray[np.int64]
+    """[N] what the sampler's position is ahead of the output's."""
     untruncated: bool
     """Whether there are rows of other kinds than KEPT and SKIP."""
 

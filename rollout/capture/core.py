@@ -232,7 +232,7 @@ class DirectRecorder:
             noise = TokenDraw(
                 add_noise=self._add_noise,
                 seeds=torch.from_numpy(rows.noise.seeds),
-                positions=torch.from_numpy(rows.noise.positions),
+                lead=torch.from_numpy(rows.noise.lead),
                 untruncated=rows.noise.untruncated,
             )
         sampled = sampled.reshape(-1).to(torch.int64)

@@ -93,6 +93,7 @@ class RingRecorder:
         self._entries = [torch.from_numpy(self._ring.entries(i)) for i in range(slots)]
         self._ready = torch.from_numpy(self._ring.ready)
         self._needs = [self._ring.step_need(i) for i in range(slots)]
+        self._anchor = self._slots[0].out.scratch.anchor.data_ptr()
         self._ahead = CopyAhead(settings.support_capacity)
         self._graphs = LaunchGraphs(device)
         self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -144,7 +145,7 @@ class RingRecorder:
                 steps: list[tuple[torch.Tensor | None, BatchRows]] = [(sampled, batch)]
                 if self._add_noise is not None:
                     for kinds, more in ((batch.kinds, True), (batch.kinds % 2, False)):
-                        noise = RowNoise(seeds=batch.seeds, positions=batch.seeds, untruncated=more)
+                        noise = RowNoise(seeds=batch.seeds, lead=batch.seeds, untruncated=more)
                         steps.append((None, replace(batch, kinds=kinds, noise=noise)))
                 # both ways of copying, twice: the second time makes the graph
                 for index, ahead, (ids, of_step) in itertools.product(
@@ -230,7 +231,7 @@ class RingRecorder:
             kinds=rows.kinds,
         )
         # what the step before it in this slot needed says how much there will be to copy
-        ahead = self._ahead.after(int(self._needs[index][0]))
+        ahead = self._ahead.after(self._needs[index][0])
         self._launch(index, logits, sampled, rows, queued + 1, ahead)
         ring.queued = queued + 1
         if sampled is not None:
@@ -261,9 +262,10 @@ class RingRecorder:
         drawn = 0 if sampled is not None or rows.noise is None else 1 + rows.noise.untruncated
         if sampled is not None and not (sampled.dtype == torch.int64 and sampled.is_contiguous()):
             sampled = sampled.to(torch.int64).contiguous()
-        slot.put(ready, sampled, distance(logits, slot.out.scratch.anchor), rows)
+        unit = row_unit(logits)
+        slot.put(ready, sampled, distance(logits, unit, self._anchor), rows)
         # addresses travel in memory, so one launch serves every step
-        key = (index, drawn, logits.stride(0), logits.shape[1], logits.dtype, row_unit(logits))
+        key = (index, drawn, logits.stride(0), logits.size(1), logits.dtype, unit)
         if 8 * ahead <= _AT_ONCE_BYTES:
             self._graphs.run((*key, "copy"), lambda: self._fill_and_copy(index, logits, drawn))
             return
@@ -289,7 +291,7 @@ class RingRecorder:
             draw = TokenDraw(
                 add_noise=self._add_noise,
                 seeds=slot.noise_seeds,
-                positions=slot.noise_positions,
+                lead=slot.noise_lead,
                 untruncated=drawn > 1,
             )
         fetch_step(slot.host_words, slot.words, slot.out.sampled_ids)

@@ -99,7 +99,7 @@ class _Word:
         self._index = index
 
     def __get__(self, ring: SharedRing, owner: type) -> int:
-        return int(ring.words[self._index])
+        return ring.words[self._index]
 
     def __set__(self, ring: SharedRing, value: int) -> None:
         ring.words[self._index] = value
@@ -135,7 +135,8 @@ class SharedRing:
             mmap.mmap(file, layout.num_bytes), np.uint8
         )
         """All of it."""
-        self.words: npt.NDArray[np.int64] = self.memory[:_READY_AT].view(np.int64)
+        # where it is read in each step, a view of memory costs a third of an array
+        self.words = _int64_view(self.memory[:_READY_AT])
         """Control words: what is not an attribute here is 0."""
         self.ready: npt.NDArray[np.int64] = self.memory[
             _READY_AT : _READY_AT + 8 * layout.slots
@@ -179,12 +180,12 @@ class SharedRing:
         start = end - _up(8 * self.layout.capacity, _PAGE)
         return self.memory[start : start + 8 * self.layout.capacity].view(np.int64)
 
-    def step_need(self, slot: int) -> npt.NDArray[np.int64]:
-        """Return [1], the entries that the step in a slot needs; 0 before the first."""
+    def step_need(self, slot: int) -> memoryview[int]:
+        """Return [1] int64, the entries that the step in a slot needs; 0 before the first."""
         start, dtype, shape = self.layout.header["offsets"]
         end = start + math.prod(shape) * np.dtype(dtype).itemsize
         # rows that are not there need nothing
-        return self.header(slot)[start:end].view(np.int64)[-1:]
+        return _int64_view(self.header(slot)[start:end])[-1:]
 
     def put_rows(
         self,
@@ -205,7 +206,7 @@ class SharedRing:
         rows = self._rows[slot]
         id_bytes = _SAME_IDS
         # they change when a request comes or goes, which most steps see none of
-        if request_ids != self._last_ids:
+        if request_ids is not self._last_ids and request_ids != self._last_ids:
             ids = "\n".join(request_ids).encode()
             id_bytes = len(ids)
             if id_bytes > rows.ids.size:
@@ -248,6 +249,10 @@ class SharedRing:
     def _rows_memory(self, slot: int) -> npt.NDArray[np.uint8]:
         start = _PAGE + slot * self.layout.slot_bytes + _up(self.layout.header_bytes, _PAGE)
         return self.memory[start : start + self.layout.rows_bytes]
+
+
+def _int64_view(memory: npt.NDArray[np.uint8]) -> memoryview[int]:
+    return memoryview(memory).cast("q")  # type: ignore[arg-type]
 
 
 def _up(value: int, unit: int) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rollout.capture.batch import BatchRows
+from rollout.capture.batch import BatchRows, RowNoise
 from rollout.capture.request import SKIP, CaptureSettings
 from rollout.kernels.launch import CaptureScratch
 from rollout.kernels.support_capture import StepOutput
@@ -48,9 +48,9 @@ class StepSlot:
             scratch=scratch,
         )
         # what the host knows of the step: its number, where the sampled ids are and how many, where
-        # the logits are, then of each row the seed and the position of its draws, those of its
-        # token's noise, and the kind
-        seeds, positions, noise_seeds, noise_positions, kinds, end = (
+        # the logits are, then of each row the seed of its draws, its position, seed and lead of
+        # its token's noise, and the kind
+        seeds, positions, noise_seeds, noise_lead, kinds, end = (
             32 + rows * width for width in (0, 8, 16, 24, 32, 33)
         )
         words = (end + 7) // 8
@@ -60,17 +60,17 @@ class StepSlot:
         self._head = memoryview(host[:seeds])  # type: ignore[arg-type]
         self._host_seeds = host[seeds:positions].view(np.int64)
         self._host_positions = host[positions:noise_seeds].view(np.int64)
-        self._host_noise_seeds = host[noise_seeds:noise_positions].view(np.int64)
-        self._host_noise_positions = host[noise_positions:kinds].view(np.int64)
+        self._host_noise_seeds = host[noise_seeds:noise_lead].view(np.int64)
+        self._host_noise_lead = host[noise_lead:kinds].view(np.int64)
         self._host_kinds = host[kinds:end].view(np.int8)
         self._last_kinds: npt.NDArray[np.int8] | None = None  # the array that is there
-        self._last_noise_seeds: npt.NDArray[np.int64] | None = None
+        self._last_noise: RowNoise | None = None
         self.number = self.words[:1]
         self.distance = self.words[3:4]
         self.seeds = there[seeds:positions].view(torch.int64)
         self.positions = there[positions:noise_seeds].view(torch.int64)
-        self.noise_seeds = there[noise_seeds:noise_positions].view(torch.int64)
-        self.noise_positions = there[noise_positions:kinds].view(torch.int64)
+        self.noise_seeds = there[noise_seeds:noise_lead].view(torch.int64)
+        self.noise_lead = there[noise_lead:kinds].view(torch.int64)
         self.kinds = there[kinds:end].view(torch.int8)
         # part of the launches, also where they are graphs
         self.filled = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
@@ -88,9 +88,10 @@ class StepSlot:
         if sampled is None:
             assert rows.noise is not None
             _HEAD.pack_into(self._head, 0, ready, 0, 0, behind)
-            self._host_noise_positions[:n] = rows.noise.positions
-            if rows.noise.seeds is not self._last_noise_seeds:
-                self._host_noise_seeds[:n] = self._last_noise_seeds = rows.noise.seeds
+            if rows.noise is not self._last_noise:
+                self._host_noise_seeds[:n] = rows.noise.seeds
+                self._host_noise_lead[:n] = rows.noise.lead
+                self._last_noise = rows.noise
         else:
             _HEAD.pack_into(self._head, 0, ready, sampled.data_ptr(), n, behind)
         if kinds is not self._last_kinds:
@@ -98,6 +99,7 @@ class StepSlot:
             # always as many rows as there may be, so that one graph serves every step
             self._host_kinds[n:] = SKIP
             self._last_kinds = kinds
+        if self._draws or sampled is None:
+            self._host_positions[:n] = rows.positions
         if self._draws:
             self._host_seeds[:n] = rows.seeds
-            self._host_positions[:n] = rows.positions

@@ -166,7 +166,7 @@ class V2Adapter:
                 positions=np.zeros(rows, np.int32),
                 kinds=kinds,
                 seeds=numbers,
-                noise=RowNoise(seeds=numbers, positions=positions, untruncated=True),
+                noise=RowNoise(seeds=numbers, lead=positions, untruncated=True),
             ),
         )
         if torch.equal(ours, theirs):
@@ -196,32 +196,29 @@ class V2Adapter:
                 kinds=kinds,
                 seeds=self._seeds[slots],
                 prompt_lengths=self._runner.req_states.prompt_len.np[slots],
-                noise_seeds=self._noise_seeds(slots) if ours else None,
-                untruncated=bool((kinds > KEPT).any()),
+                noise=self._noise(slots, kinds) if ours else None,
             )
             self._last = None if unfinished.any() else last
         positions = lengths - last.prompt_lengths
-        noise = None
-        if last.noise_seeds is not None:
-            noise = RowNoise(
-                seeds=last.noise_seeds,
-                positions=lengths.astype(np.int64) - 1,
-                untruncated=last.untruncated,
-            )
         return BatchRows(
-            request_ids=request_ids,
+            request_ids=last.ids,
             positions=positions.astype(np.int32, copy=False),
             kinds=last.kinds,
             seeds=last.seeds,
-            noise=noise,
+            noise=last.noise,
         )
 
-    def _noise_seeds(self, slots: npt.NDArray[np.intp]) -> npt.NDArray[np.int64] | None:
-        """Return [N] the seeds by which the capture draws the rows' tokens; null if it does not."""
+    def _noise(self, slots: npt.NDArray[np.intp], kinds: npt.NDArray[np.int8]) -> RowNoise | None:
+        """Return by what the capture draws the tokens of N rows; null if it does not."""
         if self.on_draw is None:
             return None
-        seeds: npt.NDArray[np.int64] = self._sampler.sampling_states.seeds.np[slots]
-        return seeds
+        # the sampler goes by the index of the token before in the prompt and the output
+        lead = self._runner.req_states.prompt_len.np[slots].astype(np.int64) - 1
+        return RowNoise(
+            seeds=self._sampler.sampling_states.seeds.np[slots],
+            lead=lead,
+            untruncated=bool((kinds > KEPT).any()),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -232,8 +229,7 @@ class _Requests:
     kinds: npt.NDArray[np.int8]
     seeds: npt.NDArray[np.int64]
     prompt_lengths: npt.NDArray[np.int32]
-    noise_seeds: npt.NDArray[np.int64] | None
-    untruncated: bool
+    noise: RowNoise | None
 
 
 def _find_noise(sampler: Any) -> Any:
