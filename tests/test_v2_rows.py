@@ -244,6 +244,19 @@ def test_the_capture_draws_rows_of_any_kind(monkeypatch: pytest.MonkeyPatch, kin
     assert not case.recorded
 
 
+def test_a_request_that_comes_back_has_its_new_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Drawing(monkeypatch)
+    case.runner.add("a", 0, 1, KEPT)
+    case.tokens(decode("a", 0, 1))
+    case.tokens(decode("a", 0, 2))
+    # taken back and scheduled again between two steps, in another slot
+    case.runner.add("a", 4, 1, TOP)
+    case.tokens(decode("a", 4, 3))
+    seeds = [rows.noise.seeds.tolist() for rows in case.drawn if rows.noise is not None]
+    assert seeds == [[100], [100], [104]]
+    assert case.drawn[-1].kinds.tolist() == [TOP]
+
+
 def test_vllm_draws_where_a_row_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Drawing(monkeypatch)
     case.runner.add("a", 0, 1, KEPT)

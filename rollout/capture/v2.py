@@ -86,6 +86,7 @@ class V2Adapter:
         # (index, params) since 0.31, (index, prompt length, params) before
         params = kwargs.get("sampling_params", args[-1] if args else None)
         self._kinds[index], self._seeds[index] = kind_and_seed(params)
+        self._last = None  # one that comes back may have another slot and another seed
         return self._stock_add_request(index, *args, **kwargs)
 
     def _runner_sample(self, hidden_states: Any, input_batch: Any, *args: Any, **kw: Any) -> Any:

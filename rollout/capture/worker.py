@@ -69,7 +69,9 @@ class CaptureWorkerMixin:
             dtype = self.vllm_config.model_config.dtype
             self._capture.recorder.warm_up(tuple({torch.float32, dtype}))
             assert self._adapter is not None
-            self._draws_tokens = self._adapter.check_draw(self._capture.recorder.try_draw)
+            self._draws_tokens = _samples_alone() and self._adapter.check_draw(
+                self._capture.recorder.try_draw
+            )
         return super().compile_or_warm_up_model(*args, **kwargs)  # type: ignore[misc]
 
     def capture_start(self, folder: str) -> None:
@@ -118,6 +120,14 @@ def _is_v2(runner: Any) -> bool:
     # the CPU build's V2 runner is a subclass in another module
     modules = (cls.__module__ for cls in type(runner).__mro__)
     return any(module.startswith("vllm.v1.worker.gpu.") for module in modules)
+
+
+def _samples_alone() -> bool:
+    # other ranks of a tensor-parallel engine draw the same tokens by themselves, which none may
+    # come to by another way
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
+
+    return bool(get_tensor_model_parallel_world_size() == 1)
 
 
 def _returns_samples() -> bool:
