@@ -36,8 +36,8 @@ class TokenDraw:
     lead: torch.Tensor
     """[M] int64, what the sampler's position of a row is ahead of its output position."""
     untruncated: bool = True
-    """Whether there may be rows of other kinds than KEPT and SKIP; the noise of all ids takes twice
-    the time of a read of them."""
+    """Whether there may be rows of other kinds than KEPT and SKIP; the noise of all ids takes three
+    times as long as to read them."""
 
 
 def tokens_reference(logits: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

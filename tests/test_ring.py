@@ -7,7 +7,7 @@ import functools
 import os
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +82,9 @@ def recorder() -> Iterator[ring.RingRecorder]:
 
 
 def make_recorder(
-    capacity: int = 400, slots: int = 3, draws_tokens: bool = False
+    capacity: int = 400, slots: int = 3, draws_tokens: bool = False, draws: int = 2
 ) -> ring.RingRecorder:
-    settings = CaptureSettings(support_capacity=capacity, top=4, draws=2)
+    settings = CaptureSettings(support_capacity=capacity, top=4, draws=draws)
     return ring.RingRecorder(
         settings,
         device=torch.device("cpu"),
@@ -114,7 +114,7 @@ def step_of(seed: int, rows: int = 5) -> tuple[torch.Tensor, torch.Tensor, Batch
     )
 
 
-def check_block(block: StoredStep, seed: int) -> None:
+def check_block(block: StoredStep, seed: int, draws: int = 2) -> None:
     """Compare a written step with the logits that it was made of."""
     logits, sampled, rows = step_of(seed)
     log_q = logits.double().log_softmax(-1).numpy()
@@ -132,7 +132,7 @@ def check_block(block: StoredStep, seed: int) -> None:
     assert (ids[10], logprobs[10]) == (int(sampled[1]), 0.0)
     assert sorted(ids[11:]) == sorted(np.argsort(-log_q[2])[:4].tolist())
     np.testing.assert_allclose(block.sampled_logprobs[3], log_q[3, sampled[3]], atol=1e-6)
-    assert block.draws.shape == (5, 2)
+    assert block.draws.shape == (5, draws)
 
 
 def test_steps_come_out_whole_and_in_order(recorder: ring.RingRecorder, tmp_path: Path) -> None:
@@ -181,28 +181,32 @@ def test_a_row_past_the_capacity_is_flagged_and_the_rest_is_whole(tmp_path: Path
 
 
 def step_to_draw(seed: int) -> tuple[torch.Tensor, BatchRows, list[int]]:
-    """A step of KEPT rows that are drawn here, and their tokens."""
+    """A step of rows that are drawn here, in odd steps of KEPT ones alone, and their tokens."""
     logits, _, rows = step_of(seed, 4)
-    logits[:, 10:] = -torch.inf
+    kinds = np.array([KEPT, KEPT, SKIP, KEPT] if seed % 2 else [KEPT, GREEDY, TOP, NONE], np.int8)
+    logits[kinds == KEPT, 10:] = -torch.inf
+    lead = 9 - seed
     noise = RowNoise(
         seeds=np.arange(seed, seed + 4, dtype=np.int64),
-        lead=np.full(4, 9 - seed, np.int64),
-        untruncated=False,
+        lead=np.full(4, lead, np.int64),
+        untruncated=seed % 2 == 0,
     )
-    of_ids = noise_of(list(range(seed, seed + 4)), [9] * 4, VOCAB).cpu()
-    tokens = tokens_reference(logits, of_ids).tolist()
-    kinds = np.full(4, KEPT, np.int8)
-    return logits, dataclasses.replace(rows, kinds=kinds, noise=noise), tokens
+    of_ids = noise_of(list(range(seed, seed + 4)), [seed + lead] * 4, VOCAB).cpu()
+    of_ids[kinds == GREEDY] = 0.0
+    tokens = tokens_reference(logits, of_ids)
+    tokens[kinds == SKIP] = 0
+    return logits, dataclasses.replace(rows, kinds=kinds, noise=noise), tokens.tolist()
 
 
+@pytest.mark.parametrize("draws", [0, 2])
 def test_tokens_drawn_here_are_returned_and_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draws: int
 ) -> None:
     monkeypatch.setattr(ring, "capture_step", functools.partial(capture_step, impl="triton"))
-    recorder = make_recorder(draws_tokens=True)
+    recorder = make_recorder(draws_tokens=True, draws=draws)
     recorder.start(str(tmp_path))
     returned = {}
-    for seed in range(8):
+    for seed in range(9):
         if seed % 3:
             logits, rows, _ = step_to_draw(seed)
             returned[seed] = recorder.record(seed, logits, None, rows)
@@ -210,20 +214,53 @@ def test_tokens_drawn_here_are_returned_and_stored(
             assert recorder.record(seed, *step_of(seed)) is None
         recorder.flush()
     blocks = list(SpoolReader(tmp_path).poll())
-    assert len(blocks) == 8
+    assert len(blocks) == 9
     for seed, block in enumerate(blocks):
         if not seed % 3:
-            check_block(block, seed)
+            check_block(block, seed, draws)
             continue
-        logits, _, tokens = step_to_draw(seed)
+        logits, rows, tokens = step_to_draw(seed)
         assert block.sampled.tolist() == tokens
         # no view: other steps have passed since
         assert returned[seed].tolist() == tokens  # type: ignore[union-attr]
-        assert block.counts.tolist() == [10] * 4
+        assert block.counts.tolist() == ([10, 10, 0, 10] if seed % 2 else [10, 1, 4, 0])
         log_q = logits.double().log_softmax(-1).numpy()[range(4), tokens]
+        log_q[(rows.kinds == SKIP) | (rows.kinds == GREEDY)] = 0.0
         np.testing.assert_allclose(block.sampled_logprobs, log_q, atol=1e-6)
-    tried = recorder.try_draw(*step_to_draw(30)[:2])
-    assert tried.tolist() == step_to_draw(30)[2]
+    for seed in (30, 31):
+        assert recorder.try_draw(*step_to_draw(seed)[:2]).tolist() == step_to_draw(seed)[2]
+    recorder.stop()
+
+
+def test_what_differs_between_launches_is_in_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ring, "capture_step", functools.partial(capture_step, impl="triton"))
+    recorder = make_recorder(draws_tokens=True, slots=1)
+    launches: dict[Hashable, Callable[[], None]] = {}
+
+    def run(_self: LaunchGraphs, key: Hashable, launch: Callable[[], None]) -> None:
+        launches.setdefault(key, launch)()  # what a graph would do: the first one again
+
+    monkeypatch.setattr(LaunchGraphs, "run", run)
+    # a graph finds the logits by an address that travels in memory, the reference in the launch
+    place = torch.empty(5, VOCAB)
+    recorder.start(str(tmp_path))
+    for seed in range(1, 13):
+        if seed % 3:
+            logits, rows, _ = step_to_draw(seed)
+            place[:4] = logits
+            recorder.record(seed, place[:4], None, rows)
+        else:
+            logits, sampled, rows = step_of(seed)
+            place[:] = logits
+            recorder.record(seed, place, sampled, rows)
+        recorder.flush()
+    for block in SpoolReader(tmp_path).poll():
+        if block.step % 3:
+            assert block.sampled.tolist() == step_to_draw(block.step)[2]
+        else:
+            check_block(block, block.step)
     recorder.stop()
 
 
@@ -250,7 +287,7 @@ def test_no_free_slot_in_time_loses_the_step_by_name(
     recorder.stop()
     steps = {step.step: step for step in SpoolReader(tmp_path).poll()}
     assert sorted(steps) == [0, 1, 2, 3]
-    assert steps[3].flags.tolist() == [FLAG_LOST] * 4
+    assert steps[3].flags.tolist() == [FLAG_LOST, FLAG_LOST, 0, FLAG_LOST]
     lost = steps[1]
     assert lost.flags.tolist() == [FLAG_LOST] * 4 + [0]  # a row that does not count is not lost
     assert lost.request_ids == step_of(1)[2].request_ids

@@ -24,7 +24,7 @@ from oracle_capture import (
     read_rows,
 )
 
-from rollout.kernels.launch import CHUNK, SPARSE
+from rollout.kernels.launch import CHUNK, SPARSE, TAKE_BLOCK
 from rollout.kernels.support_capture import StepOutput, capture_step
 from rollout.kernels.token_draw import TokenDraw, tokens_reference
 
@@ -46,8 +46,12 @@ def draw(
     capacity: int | None = None,
     spare_rows: int = 2,
     given: list[int] | None = None,
+    after: torch.Tensor | None = None,
 ) -> tuple[list[int], list[Row], StepOutput]:
-    """Run a step of more rows than logits on poisoned buffers; it draws what is not given."""
+    """Run a step of more rows than logits on poisoned buffers; it draws what is not given.
+
+    Or on the buffers of a step before it, of the logits `after`.
+    """
     n, vocab = logits.shape
     device = logits.device
     rows = n + spare_rows
@@ -61,7 +65,7 @@ def draw(
     )
     poison(out)
     for scores in (out.scratch.best_score, out.scratch.chunk_best):
-        scores.fill_(2**62)
+        scores.fill_(2**63 - 1)
     out.sampled_ids.fill_(-77)
     if given is not None:
         out.sampled_ids.copy_(torch.tensor(given))
@@ -69,25 +73,26 @@ def draw(
     def of_rows(values: list[int]) -> torch.Tensor:
         return torch.tensor((values * rows)[:rows], dtype=torch.int64, device=device)
 
-    capture_step(
-        logits,
-        out.sampled_ids,
-        torch.tensor(kinds + [SKIP] * spare_rows, dtype=torch.int8, device=device),
-        out,
-        top=3,
-        draws=1,
-        seeds=of_rows([1]),
-        positions=of_rows([2]),
-        draw=TokenDraw(
-            add_noise=add_noise,
-            seeds=of_rows(SEEDS),
-            lead=of_rows([position - 2 for position in POSITIONS]),
-            untruncated=not {TOP, NONE, GREEDY}.isdisjoint(kinds),
+    for step in (logits,) if after is None else (after, logits):
+        capture_step(
+            step,
+            out.sampled_ids,
+            torch.tensor(kinds + [SKIP] * spare_rows, dtype=torch.int8, device=device),
+            out,
+            top=3,
+            draws=1,
+            seeds=of_rows([1]),
+            positions=of_rows([2]),
+            draw=TokenDraw(
+                add_noise=add_noise,
+                seeds=of_rows(SEEDS),
+                lead=of_rows([position - 2 for position in POSITIONS]),
+                untruncated=not {TOP, NONE, GREEDY}.isdisjoint(kinds),
+            )
+            if given is None
+            else None,
+            impl="triton",
         )
-        if given is None
-        else None,
-        impl="triton",
-    )
     return out.sampled_ids.tolist(), read_rows(out, n), out
 
 
@@ -145,6 +150,21 @@ def test_rows_of_all_kinds_in_one_step(vocab: int, dtype: torch.dtype) -> None:
     assert torch.equal(out.header, other.header)
     assert torch.equal(out.entries, other.entries)
     assert [row.ids for row in rows] == [row.ids for row in same]
+
+
+@pytest.mark.parametrize("kind", [KEPT, TOP, NONE, GREEDY])
+@pytest.mark.parametrize("kept", [100, SPARSE + 1])
+def test_a_step_forgets_the_scores_of_the_one_before(kind: int, kept: int) -> None:
+    logits = logits_of(3, CHUNK + 50, [kept] * 3, torch.float32)
+    tokens, _, _ = draw(logits, [kind] * 3, after=logits.flip(1) + 1000.0)
+    assert tokens[:3] == expected(logits, [kind] * 3)
+
+
+def test_more_rows_than_one_program_takes() -> None:
+    n = TAKE_BLOCK + 2
+    logits = logits_of(n, 3, [1 + i % 3 for i in range(n)], torch.float32)
+    tokens, _, _ = draw(logits, [KEPT] * n)
+    assert tokens[:n] == expected(logits)
 
 
 @pytest.mark.parametrize("kind", [TOP, NONE, GREEDY])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
+import weakref
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -38,8 +41,11 @@ class Sampler:
     """Stands in for vLLM's sampler: masks nothing."""
 
     def __init__(self) -> None:
-        seeds = SimpleNamespace(np=np.arange(100, 100 + SLOTS, dtype=np.int64))
-        self.sampling_states = SimpleNamespace(seeds=seeds)
+        seeds = SimpleNamespace(
+            np=np.arange(100, 100 + SLOTS, dtype=np.int64), gpu=torch.zeros(SLOTS)
+        )
+        self.sampling_states = SimpleNamespace(seeds=seeds, vocab_size=40)
+        self.use_fp64_gumbel = False
 
     def add_request(self, *_: object) -> None: ...
 
@@ -266,6 +272,56 @@ def test_vllm_draws_where_a_row_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> 
     assert not case.drawn
     assert case.tokens(decode("a", 0, 2)) == [3]
     assert len(case.recorded) == 1
+    assert case.tokens(decode("a", 0, 3), decode("b", 1, 3)) == [7, 7]
+    assert len(case.recorded) == 2
+
+
+@pytest.mark.parametrize("slots", [1, 2, 8, 100])
+@pytest.mark.parametrize("kind", [None, KEPT, TOP, GREEDY, NONE])
+def test_the_capture_draws_if_every_kind_agrees(
+    slots: int,
+    kind: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    case = Drawing(monkeypatch)
+    case.adapter._slots = slots
+    seen: list[int] = []
+
+    def try_draw(logits: torch.Tensor, rows: BatchRows) -> torch.Tensor:
+        assert len(logits) <= slots
+        kept = (logits > -torch.inf).sum(dim=1)
+        assert (kept > 1).all()  # one alone would be the token of any noise
+        assert (kept[torch.from_numpy(rows.kinds != KEPT)] == 40).all()
+        seen.extend(rows.kinds.tolist())
+        tokens = torch.full((len(logits),), 7)
+        tokens[torch.from_numpy(rows.kinds == kind)] += 1
+        return tokens
+
+    assert case.adapter.check_draw(try_draw) == (kind is None)
+    assert set(seen) == {KEPT, TOP, GREEDY, NONE}
+    assert len(seen) == 32
+    assert ("vLLM draws the tokens" in caplog.text) == (kind is not None)
+
+
+def test_noise_that_is_not_known_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = Sampler()
+    assert v2._find_noise(sampler) is None  # on a CPU, where no kernel runs
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    module = SimpleNamespace(add_noise="noise")
+    monkeypatch.setattr(importlib, "import_module", lambda _name: module)
+    assert v2._find_noise(sampler) == "noise"
+    sampler.use_fp64_gumbel = True
+    assert v2._find_noise(sampler) is None
+
+
+def test_an_engine_that_is_gone_leaves_vllm_its_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Drawing(monkeypatch)
+    gone = weakref.ref(case.runner)
+    del case
+    gc.collect()
+    assert gone() is None
+    assert gumbel_sample(torch.zeros(2, 4)).tolist() == [7, 7]
 
 
 def test_vllm_draws_what_the_capture_could_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from rollout.capture.batch import BatchRows
+from rollout.capture.core import CaptureCore
+from rollout.capture.request import KEPT, SKIP, CaptureSettings
 from rollout.capture.worker import CaptureWorkerMixin
 
 
@@ -61,3 +65,40 @@ def test_the_capture_draws_where_it_agrees_and_is_alone(
     )
     worker.capture_stop()
     assert worker._adapter.on_step is None
+
+
+def test_steps_are_numbered_whoever_draws() -> None:
+    settings = CaptureSettings(support_capacity=9, top=0, draws=0)
+    core = CaptureCore(
+        settings, device=torch.device("cpu"), max_rows=2, vocab_size=5, steps_in_flight=1
+    )
+    numbers: list[int] = []
+    drawn = torch.tensor([3])
+
+    def record(
+        number: int, _logits: torch.Tensor, sampled: torch.Tensor | None, _rows: BatchRows
+    ) -> torch.Tensor | None:
+        numbers.append(number)
+        return drawn if sampled is None else None
+
+    recorder: Any = SimpleNamespace(record=record, start=lambda _: None, stop=lambda: None)
+    core.recorder = recorder
+
+    def rows(kind: int) -> BatchRows:
+        return BatchRows(
+            request_ids=["a"],
+            positions=np.zeros(1, np.int32),
+            kinds=np.array([kind], np.int8),
+            seeds=np.zeros(1, np.int64),
+        )
+
+    logits = torch.zeros(1, 5)
+    assert core.on_draw(logits, rows(KEPT)) is None  # nothing is recorded yet
+    core.start("folder")
+    assert core.on_draw(logits, rows(KEPT)) is drawn
+    core.on_step(logits, drawn, rows(KEPT))
+    assert core.on_draw(logits, rows(SKIP)) is None  # no row counts
+    assert core.on_draw(logits, rows(KEPT)) is drawn
+    core.stop()
+    assert core.on_draw(logits, rows(KEPT)) is None
+    assert numbers == [0, 1, 2]

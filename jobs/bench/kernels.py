@@ -230,7 +230,9 @@ def run_case(case: Case, device: torch.device, bandwidth: float, replays: int) -
 
     draw = None
     if case.draw_token:
-        draw = TokenDraw(add_noise=add_gumbel, seeds=seeds, lead=seeds)
+        draw = TokenDraw(
+            add_noise=add_gumbel, seeds=seeds, lead=seeds, untruncated=case.kind != KEPT
+        )
 
     def step(index: int) -> None:
         logits, sampled = sets[index % SETS]

@@ -12,19 +12,22 @@ from typing import Final
 
 import torch
 
-MAX_GRAPHS: Final = 64
-"""Graphs that are kept; each holds some kilobytes."""
+GRAPHS_PER_SLOT: Final = 20
+"""Graphs that are kept for each slot of a ring; each holds some kilobytes."""
 
 
 class LaunchGraphs:
     """Runs launches, as graphs where they come often."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, slots: int) -> None:
         """Start with no graph.
 
         Args:
             device: a CUDA device.
+            slots: of the ring.
         """
+        self.most = GRAPHS_PER_SLOT * slots
+        """Graphs that are kept."""
         # a capture needs a stream of its own; nothing runs there
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # null for a key that has come once
@@ -42,7 +45,7 @@ class LaunchGraphs:
             # as it is: it may have to compile, and may never come again
             launch()
             graphs[key] = None
-            if len(graphs) > MAX_GRAPHS:
+            if len(graphs) > self.most:
                 graphs.popitem(last=False)
             return
         graphs.move_to_end(key)

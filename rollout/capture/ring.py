@@ -95,7 +95,7 @@ class RingRecorder:
         self._needs = [self._ring.step_need(i) for i in range(slots)]
         self._anchor = self._slots[0].out.scratch.anchor.data_ptr()
         self._ahead = CopyAhead(settings.support_capacity)
-        self._graphs = LaunchGraphs(device)
+        self._graphs = LaunchGraphs(device, slots)
         self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream: torch.cuda.Stream | None = None
         self._process: subprocess.Popen[bytes] | None = None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ import torch
 from rollout.capture.batch import BatchRows, OnDraw, OnStep, RowNoise
 from rollout.capture.request import GREEDY, KEPT, NONE, SKIP, TOP, kind_and_seed
 from rollout.errors import EngineError
+from rollout.kernels.launch import choose_impl
 
 _log = logging.getLogger(__name__)
 _FUSED = ("use_flashinfer", "use_xpu_sampler")  # the second exists since 0.31
@@ -53,7 +55,7 @@ class V2Adapter:
         """Called in its place in steps whose tokens are drawn there; null if none are."""
         self._batch: Any = None
         self._taken = False  # by on_draw
-        slots = runner.max_num_reqs
+        slots = self._slots = runner.max_num_reqs
         self._kinds = np.zeros(slots, np.int8)
         self._seeds = np.zeros(slots, np.int64)
         # what the rows of the step before were, and whether each of them sampled
@@ -70,8 +72,13 @@ class V2Adapter:
             stock = getattr(module.gumbel_sample, "stock", module.gumbel_sample)
             self._stock_draw = stock
 
+            # the module outlives the engine, whose weights must not stay with it
+            reference = weakref.ref(self)
+
             def gumbel_sample(*args: Any, **kwargs: Any) -> torch.Tensor:
-                return self._draw(*args, **kwargs)
+                adapter = reference()
+                drawn: torch.Tensor = (stock if adapter is None else adapter._draw)(*args, **kwargs)
+                return drawn
 
             gumbel_sample.stock = stock  # type: ignore[attr-defined]
             module.gumbel_sample = gumbel_sample
@@ -136,48 +143,53 @@ class V2Adapter:
         """
         if self.add_noise is None:
             return False
+        # as many rows at a time as there may be, so that every kind comes
+        steps = [self._compare(try_draw, first) for first in range(0, _TRIED_ROWS, self._slots)]
+        others = sum(steps)
+        if others:
+            _log.warning(
+                "vLLM draws the tokens: the capture drew others of the same logits (%d of %d rows)",
+                others,
+                _TRIED_ROWS,
+            )
+        return not others
+
+    def _compare(
+        self, try_draw: Callable[[torch.Tensor, BatchRows], torch.Tensor], first: int
+    ) -> int:
+        """Draw one step of random logits twice; return the rows with different tokens."""
         states = self._sampler.sampling_states
         device = states.seeds.gpu.device
-        rows, vocab_size = min(_TRIED_ROWS, self._runner.max_num_reqs), states.vocab_size
-        generator = torch.Generator(device).manual_seed(0)
+        number = np.arange(first, min(first + self._slots, _TRIED_ROWS))
+        rows, vocab_size = len(number), states.vocab_size
+        kinds = np.array([KEPT, TOP, KEPT, GREEDY, KEPT, NONE], np.int8)[number % 6]
+        generator = torch.Generator(device).manual_seed(first)
         logits = torch.randn(rows, vocab_size, generator=generator, device=device)
         # from some ids to all of them
-        kept = torch.linspace(0.001, 1.0, rows, device=device)[:, None]
+        kept = torch.from_numpy((number + 2.0) / _TRIED_ROWS).to(device)[:, None]
         dropped = torch.rand(rows, vocab_size, generator=generator, device=device) > kept
-        dropped[:, 0] = False
-        kinds = np.resize(np.array([KEPT, TOP, KEPT, GREEDY, KEPT, NONE], np.int8), rows)
-        truncated = torch.from_numpy(kinds == KEPT).to(device)[:, None]
-        logits.masked_fill_(dropped & truncated, -torch.inf)
-        numbers = np.random.default_rng(0).integers(-(2**63), 2**63, rows, np.int64)
-        positions = np.arange(rows, dtype=np.int64) * 1001
-        index = torch.arange(rows, device=device)
+        dropped[:, :2] = False
+        dropped &= torch.from_numpy(kinds == KEPT).to(device)[:, None]
+        logits.masked_fill_(dropped, -torch.inf)
+        seeds = np.random.default_rng(first).integers(-(2**63), 2**63, rows, np.int64)
+        positions = number.astype(np.int64) * 1001
         theirs = self._stock_draw(
             logits,
-            index,
+            torch.arange(rows, device=device),
             torch.from_numpy((kinds != GREEDY).astype(np.float32)).to(device),
-            torch.from_numpy(numbers).to(device),
+            torch.from_numpy(seeds).to(device),
             torch.from_numpy(positions).to(device),
             apply_temperature=False,
             is_drafting=False,
         )
-        ours = try_draw(
-            logits,
-            BatchRows(
-                request_ids=[""] * rows,
-                positions=np.zeros(rows, np.int32),
-                kinds=kinds,
-                seeds=numbers,
-                noise=RowNoise(seeds=numbers, lead=positions, untruncated=True),
-            ),
+        batch = BatchRows(
+            request_ids=[""] * rows,
+            positions=np.zeros(rows, np.int32),
+            kinds=kinds,
+            seeds=seeds,
+            noise=RowNoise(seeds=seeds, lead=positions, untruncated=True),
         )
-        if torch.equal(ours, theirs):
-            return True
-        _log.warning(
-            "vLLM draws the tokens: the capture drew others of the same logits (%d of %d rows)",
-            int((ours != theirs).sum()),
-            rows,
-        )
-        return False
+        return int((try_draw(logits, batch) != theirs).sum())
 
     def _rows(self, batch: Any) -> BatchRows:
         request_ids = batch.req_ids  # a list of this step's own
@@ -238,6 +250,8 @@ def _find_noise(sampler: Any) -> Any:
     module = sys.modules[type(sampler).__module__]
     if not hasattr(module, "gumbel_sample") or getattr(sampler, "use_fp64_gumbel", False):
         return None
+    if choose_impl(sampler.sampling_states.seeds.gpu, None) == "reference":
+        return None  # the noise is a kernel's
     try:
         return importlib.import_module("rollout.capture.v2_noise").add_noise
     except ImportError as error:
