@@ -135,7 +135,7 @@ class SharedRing:
             mmap.mmap(file, layout.num_bytes), np.uint8
         )
         """All of it."""
-        # where it is read in each step, a view of memory costs a third of an array
+        # read and written in each step, where a view of memory costs half of what an array does
         self.words = _int64_view(self.memory[:_READY_AT])
         """Control words: what is not an attribute here is 0."""
         self.ready: npt.NDArray[np.int64] = self.memory[
