@@ -7,7 +7,7 @@ requests wait. Each says where it was measured.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
@@ -51,6 +51,21 @@ DRAW_WARPS = 1
 NOISE_WARPS = 4
 NOISE_REGISTERS = 128
 """Registers of a thread where noise is added to all ids."""
+CUT_WORDS = 1024
+"""Words in which a row's candidates for the cut may be, or else the row is a wide one."""
+CUT_LIST = CUT_WORDS * GROUP
+"""Candidates that are listed; where there are more, the row's logits are read again."""
+CUT_PIVOTS = 8
+CUT_READ_WARPS = 4
+CUT_HEAD_WARPS = 8
+CUT_HEAD_REGISTERS = 128
+"""Registers of a thread there, so that four programs run at a time."""
+CUT_LIST_BLOCK = 64
+"""Words whose ids one program lists."""
+CUT_LIST_WARPS = 4
+CUT_SEARCH_WARPS = 2
+CUT_SEARCH_BLOCK = 512
+"""Candidates that are looked at together."""
 TAKE_BLOCK = 128
 """Rows whose sampled token one program takes."""
 TAKE_WARPS = 4
@@ -189,6 +204,35 @@ class CaptureScratch:
     """[R] int64, the same of the entries of a KEPT row."""
     head_groups: torch.Tensor
     """[R, top] int32, the groups that hold the head."""
+    word_max: torch.Tensor
+    """[R, C * groups] float32, the largest logit of each word of a row that is cut."""
+    cut_words: torch.Tensor
+    """[R, CUT_WORDS] int32, the words in which the candidates for the cut are."""
+    num_cut_words: torch.Tensor
+    """[R] int32, how many."""
+    cut_state: torch.Tensor
+    """[R] int32, see `cut_order`."""
+    cut_pivots: torch.Tensor
+    """[R, P] float32, logits from the highest down, of rows that are cut."""
+    pivot_mass: torch.Tensor
+    """[R, C, P] float32, the sum of exp(logit - row_max) of a chunk at and above each pivot."""
+    pivot_count: torch.Tensor
+    """[R, C, P] int32, the ids of a chunk there, if a count is needed."""
+    bracket: torch.Tensor
+    """[R, 3] float32: the cut is not below the first logit, -inf if it may be any, and below the
+    second; and row_max."""
+    bracket_mass: torch.Tensor
+    """[R, 2] float64, the sum of exp(logit - row_max) of the row, and above the bracket."""
+    bracket_count: torch.Tensor
+    """[R, 2] int32, the ids within the bracket and above it."""
+    bracket_keys: torch.Tensor
+    """[R, CUT_LIST] int64, the ids within the bracket, as keys that order them."""
+    cut_value: torch.Tensor
+    """[R] float32, the logit of the last id that is kept."""
+    cut_id: torch.Tensor
+    """[R] int32, the last id kept of those that have this logit."""
+    cut_bound: torch.Tensor
+    """[R] int64, the lowest key of the row's list that is kept, if all that are kept are listed."""
     anchor: torch.Tensor
     """[16] uint8, an address that stays, from which logits are found whose address does not."""
     no_distance: torch.Tensor
@@ -237,6 +281,20 @@ class CaptureScratch:
             chunk_best=zeros((max_rows, chunks), torch.int64),
             best_score=zeros((max_rows,), torch.int64),
             head_groups=zeros((max_rows, max(top, 1)), torch.int32),
+            word_max=zeros(wide, torch.float32),
+            cut_words=zeros((max_rows, CUT_WORDS), torch.int32),
+            num_cut_words=zeros((max_rows,), torch.int32),
+            cut_state=zeros((max_rows,), torch.int32),
+            cut_pivots=zeros((max_rows, CUT_PIVOTS), torch.float32),
+            pivot_mass=zeros((max_rows, chunks, CUT_PIVOTS), torch.float32),
+            pivot_count=zeros((max_rows, chunks, CUT_PIVOTS), torch.int32),
+            bracket=zeros((max_rows, 3), torch.float32),
+            bracket_mass=zeros((max_rows, 2), torch.float64),
+            bracket_count=zeros((max_rows, 2), torch.int32),
+            bracket_keys=zeros((max_rows, CUT_LIST), torch.int64),
+            cut_value=zeros((max_rows,), torch.float32),
+            cut_id=zeros((max_rows,), torch.int32),
+            cut_bound=zeros((max_rows,), torch.int64),
             anchor=zeros((16,), torch.uint8),
             no_distance=zeros((1,), torch.int64),
         )
@@ -278,21 +336,5 @@ class CaptureScratch:
     @property
     def num_bytes(self) -> int:
         """Device bytes of the working memory."""
-        tensors = (
-            self.chunk_max,
-            self.chunk_sum,
-            self.chunk_count,
-            self.chunk_start,
-            self.word_start,
-            self.mask_words,
-            self.group_max,
-            self.group_sum,
-            self.row_max,
-            self.row_log_sum,
-            self.chunk_best,
-            self.best_score,
-            self.head_groups,
-            self.anchor,
-            self.no_distance,
-        )
+        tensors = [getattr(self, field.name) for field in fields(self)]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

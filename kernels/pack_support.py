@@ -13,16 +13,19 @@ import triton
 import triton.language as tl
 
 from rollout.kernels import launch
+from rollout.kernels.cut_order import LISTED, key_logit
 from rollout.kernels.step_output import StepOutput
 from rollout.kernels.tile_ops import (
     FLAG_OVERFLOW,
     KIND_GREEDY,
     KIND_KEPT,
+    id_in_chunk,
     log_probability,
     nth_set_bit,
     pack_entry,
     popcount,
     row_end,
+    word_of_rank,
 )
 from rollout.kernels.token_draw import NO_SCORE, TokenDraw, best_of_block
 
@@ -75,6 +78,10 @@ def launch_pack(
         positions,
         positions if draw is None else draw.lead,
         scratch.best_score,
+        scratch.cut_state,
+        scratch.cut_bound,
+        scratch.bracket_count,
+        scratch.bracket_keys,
         logits.stride(0),
         rows,
         out.entries.shape[0],
@@ -89,7 +96,9 @@ def launch_pack(
         CHUNK=launch.CHUNK,
         GROUP=launch.GROUP,
         WIDE=16 // logits.element_size(),
+        LIST=launch.CUT_LIST,
         ADD_NOISE=None if draw is None else draw.add_noise,
+        CUT=draw is not None and draw.cut is not None,
         num_warps=launch.PACK_WARPS,
     )
 
@@ -140,6 +149,10 @@ def _pack_kernel(
     positions_ptr,
     lead_ptr,
     best_score_ptr,
+    cut_state_ptr,
+    cut_bound_ptr,
+    bracket_count_ptr,
+    keys_ptr,
     row_stride,
     num_rows,
     capacity,
@@ -154,7 +167,9 @@ def _pack_kernel(
     CHUNK: tl.constexpr,
     GROUP: tl.constexpr,
     WIDE: tl.constexpr,
+    LIST: tl.constexpr,
     ADD_NOISE: tl.constexpr,
+    CUT: tl.constexpr,
 ):
     DRAW: tl.constexpr = ADD_NOISE is not None
     WORDS: tl.constexpr = CHUNK // GROUP
@@ -165,6 +180,11 @@ def _pack_kernel(
     count = tl.load(counts_ptr + row)
     if (chunk > 0) & ((kind != KIND_KEPT) | (count <= SPARSE)):
         return
+    listed = False
+    if CUT:
+        listed = tl.load(cut_state_ptr + row) == LISTED
+        if (chunk > 0) & listed:
+            return
     end = row_end(counts_ptr, row, BLOCK_N)
     start = end - count
     fits = end <= capacity
@@ -187,6 +207,22 @@ def _pack_kernel(
     row_log_sum = tl.load(row_log_sum_ptr + row)
     row_ptr = logits_ptr + tl.load(distance_ptr) * UNIT + row * row_stride
     entries_ptr += start
+    if CUT and listed:
+        _pack_list(
+            keys_ptr + row * LIST,
+            tl.load(bracket_count_ptr + row * 2),
+            tl.load(cut_bound_ptr + row),
+            entries_ptr,
+            row_max,
+            row_log_sum,
+            fits,
+            seed,
+            position,
+            best_score_ptr + row,
+            BLOCK_S,
+            ADD_NOISE,
+        )
+        return
     chunk_start_ptr += row * BLOCK_C
     mask_words_ptr += row * word_stride
     if count <= SPARSE:
@@ -202,7 +238,7 @@ def _pack_kernel(
             nth -= tl.load(word_start_ptr + of_chunk * WORDS + word)
             mask_word = tl.load(mask_words_ptr + of_chunk * WORDS + word)
             bit = nth_set_bit(mask_word.to(tl.uint32, bitcast=True), nth)
-            ids = of_chunk * CHUNK + _id_in_chunk(word, bit, WORDS, WIDE)
+            ids = of_chunk * CHUNK + id_in_chunk(word, bit, WORDS, WIDE)
             live = rank < count
             value = tl.load(row_ptr + ids, mask=live, other=0.0).to(tl.float32)
             entry = pack_entry(log_probability(value, row_max, row_log_sum), ids)
@@ -266,6 +302,39 @@ def _pack_kernel(
 
 
 @triton.jit
+def _pack_list(
+    keys_ptr,
+    number,
+    bound,
+    entries_ptr,
+    row_max,
+    row_log_sum,
+    fits,
+    seed,
+    position,
+    best_score_ptr,
+    BLOCK: tl.constexpr,
+    ADD_NOISE: tl.constexpr,
+):
+    """Pack those of a row's listed candidates that reach the bound."""
+    best = tl.full((), NO_SCORE, tl.int64)
+    packed = tl.full((), 0, tl.int32)
+    for first in range(0, number, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        key = tl.load(keys_ptr + at, mask=at < number, other=0)
+        live = (at < number) & (key >= bound)
+        one = live.to(tl.int32)
+        value, ids = key_logit(key)
+        entry = pack_entry(log_probability(value, row_max, row_log_sum), ids)
+        place = packed + tl.cumsum(one, axis=0) - one
+        tl.store(entries_ptr + place, entry, mask=live & fits)
+        score = best_of_block(ADD_NOISE, value, ids, live, seed, position)
+        best = tl.maximum(best, score)
+        packed += tl.sum(one, axis=0)
+    tl.store(best_score_ptr, best)
+
+
+@triton.jit
 def _pack_chunk(
     chunk_ptr,
     entries_ptr,
@@ -288,16 +357,9 @@ def _pack_chunk(
     best = tl.full((), NO_SCORE, tl.int64)
     for first in range(0, count, BLOCK):
         rank = first + tl.arange(0, BLOCK)
-        # the word of an entry: how many words end at or before it, by bisection
-        word = tl.zeros([BLOCK], tl.int32)
-        before = tl.zeros([BLOCK], tl.int32)
-        for level in tl.static_range(WORDS.bit_length() - 1):
-            probe = word + ((WORDS // 2) >> level)
-            ended = tl.gather(upto, probe - 1, 0)
-            word = tl.where(ended <= rank, probe, word)
-            before = tl.where(ended <= rank, ended, before)
+        word, before = word_of_rank(upto, rank, WORDS)
         bit = nth_set_bit(tl.gather(words, word, 0), rank - before)
-        in_chunk = _id_in_chunk(word, bit, WORDS, WIDE)
+        in_chunk = id_in_chunk(word, bit, WORDS, WIDE)
         live = rank < count
         value = tl.load(chunk_ptr + in_chunk, mask=live, other=0.0).to(tl.float32)
         ids = first_id + in_chunk
@@ -308,9 +370,3 @@ def _pack_chunk(
             best = tl.maximum(best, score)
     if ADD_NOISE is not None:
         tl.atomic_max(best_score_ptr, best)
-
-
-@triton.jit
-def _id_in_chunk(word, bit, WORDS: tl.constexpr, WIDE: tl.constexpr):
-    """Return the id within the chunk that a bit of a word stands for, as the first pass sets it."""
-    return (bit // WIDE) * (WORDS * WIDE) + word * WIDE + bit % WIDE

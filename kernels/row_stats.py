@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from rollout.kernels import launch
+from rollout.kernels.cut_order import LISTED
 from rollout.kernels.step_output import StepOutput
 from rollout.kernels.tile_ops import (
     FLAG_EMPTY,
@@ -22,7 +23,9 @@ from rollout.kernels.tile_ops import (
     KIND_SKIP,
     KIND_TOP,
     exp_nonpositive,
+    key_value,
     log_probability,
+    order_key,
     popcount,
 )
 from rollout.kernels.token_draw import NO_SCORE, TokenDraw, key_token, score_key
@@ -73,6 +76,9 @@ def launch_row_stats(
         positions,
         positions if draw is None else draw.lead,
         scratch.chunk_best,
+        scratch.cut_state,
+        scratch.cut_value,
+        scratch.cut_id,
         logits.stride(0) // unit,
         vocab_size // unit,
         rows - launch.cached_rows(logits),
@@ -86,6 +92,7 @@ def launch_row_stats(
         GROUP=launch.GROUP,
         SPARSE=launch.SPARSE,
         ADD_NOISE=noise,
+        CUT=draw is not None and draw.cut is not None,
         num_warps=launch.CHUNK_WARPS if noise is None else launch.NOISE_WARPS,
         maxnreg=None if noise is None else launch.NOISE_REGISTERS,
     )
@@ -147,6 +154,9 @@ def _chunk_stats_kernel(
     positions_ptr,
     lead_ptr,
     chunk_best_ptr,
+    cut_state_ptr,
+    cut_value_ptr,
+    cut_id_ptr,
     row_units,
     vocab_units,
     num_stream,
@@ -160,12 +170,15 @@ def _chunk_stats_kernel(
     GROUP: tl.constexpr,
     SPARSE: tl.constexpr,
     ADD_NOISE: tl.constexpr,
+    CUT: tl.constexpr,
 ):
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     kind = tl.load(kinds_ptr + row)
     if kind == KIND_SKIP:
         return
+    if CUT and tl.load(cut_state_ptr + row) == LISTED:
+        return  # the search for the cut has left the statistics
     # every thread holds whole words of the mask: WIDE ids next to each other from each of ACROSS
     # rows of the chunk, so that neither the bits nor most of the sum cross threads
     ACROSS: tl.constexpr = GROUP // WIDE
@@ -185,6 +198,12 @@ def _chunk_stats_kernel(
     else:
         value = tl.load(row_ptr + ids, mask=inside, other=-float("inf"))
     value = value.to(tl.float32)
+    if CUT:
+        least = tl.load(cut_value_ptr + row)
+        last = tl.load(cut_id_ptr + row)
+        # of equal logits those up to the last id stay, and NaN does
+        higher = key_value(order_key(least) + 1)
+        value = tl.where(value < tl.where(ids > last, higher, least), -float("inf"), value)
     kept = value > -float("inf")
     of_column = tl.sum(kept.to(tl.int32) << (across * WIDE + column % WIDE), axis=0)
     words = tl.sum(tl.reshape(of_column, [WORDS, WIDE]), axis=1)

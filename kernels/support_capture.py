@@ -16,6 +16,7 @@ from rollout.kernels.launch import Impl, choose_impl
 from rollout.kernels.pack_support import launch_pack
 from rollout.kernels.row_stats import launch_row_stats
 from rollout.kernels.step_output import RowFlag, RowKind, StepOutput
+from rollout.kernels.support_cut import launch_support_cut
 from rollout.kernels.token_draw import TokenDraw, launch_take_tokens
 from rollout.kernels.top_capture import launch_top, top_reference
 
@@ -64,12 +65,15 @@ def capture_step(
         impl: overrides the choice by device, for tests.
 
     Raises:
-        ValueError: shapes, dtypes or devices disagree, or tokens are to be drawn by the reference.
+        ValueError: shapes, dtypes or devices disagree, tokens are to be drawn by the reference, or
+            draws are wanted of rows that are cut here.
             Nothing that depends on values is checked.
     """
     of_rows = {"sampled_ids": sampled_ids, "seeds": seeds, "positions": positions}
     if draw is not None:
         of_rows |= {"draw.seeds": draw.seeds, "draw.lead": draw.lead}
+        if draw.cut is not None and draws:
+            raise ValueError(f"draws: got {draws}, expected 0 where the rows are cut here")
     _check(logits, kinds, out, top, draws, of_rows)
     if kinds.shape[0] == 0:
         out.offsets[:1] = 0
@@ -81,6 +85,8 @@ def capture_step(
             logits, sampled_ids, kinds, out, top=top, draws=draws, seeds=seeds, positions=positions
         )
         return
+    if draw is not None and draw.cut is not None:
+        launch_support_cut(logits, kinds, draw.cut, out.scratch, distance)
     launch_row_stats(logits, sampled_ids, kinds, out, top, draw, positions, distance)
     launch_pack(logits, sampled_ids, kinds, out, draw, positions, distance)
     if draw is not None:

@@ -141,3 +141,33 @@ def head_bound(keys, n, low, largest):
             above = bottom + 1
         step += 1
     return bottom.to(tl.int32)
+
+
+@triton.jit
+def id_in_chunk(word, bit, WORDS: tl.constexpr, WIDE: tl.constexpr):
+    """Return the id within the chunk that a bit of a word stands for.
+
+    A thread of a pass over the logits holds WIDE ids next to each other from each of GROUP // WIDE
+    parts of the chunk, and these are the bits of one word.
+    """
+    return (bit // WIDE) * (WORDS * WIDE) + word * WIDE + bit % WIDE
+
+
+@triton.jit
+def word_of_rank(upto, rank, WORDS: tl.constexpr):
+    """Return the word that the entries of some ranks are in, and the entries before that word.
+
+    Args:
+        upto: [WORDS] int32, the entries up to and with each word.
+        rank: int32 vector.
+        WORDS: a power of two.
+    """
+    # how many words end at or before it, by bisection
+    word = tl.zeros_like(rank)
+    before = tl.zeros_like(rank)
+    for level in tl.static_range(WORDS.bit_length() - 1):
+        probe = word + ((WORDS // 2) >> level)
+        ended = tl.gather(upto, probe - 1, 0)
+        word = tl.where(ended <= rank, probe, word)
+        before = tl.where(ended <= rank, ended, before)
+    return word, before

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from rollout.kernels import launch
 from rollout.kernels.step_output import StepOutput
+from rollout.kernels.support_cut import SupportCut
 from rollout.kernels.tile_ops import KIND_KEPT, log_probability, order_key
 
 NO_SCORE = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
@@ -38,6 +39,8 @@ class TokenDraw:
     untruncated: bool = True
     """Whether there may be rows of other kinds than KEPT and SKIP; the noise of all ids takes three
     times as long as to read them."""
+    cut: SupportCut | None = None
+    """How KEPT rows are truncated first; null if their logits are masked already."""
 
 
 def tokens_reference(logits: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

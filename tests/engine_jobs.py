@@ -15,11 +15,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from rollout.capture.batch import BatchRows
+from rollout.capture.batch import BatchRows, RowCut
 from rollout.capture.core import CaptureCore
+from rollout.capture.request import KEPT
 from rollout.capture.v2 import V2Adapter
 from rollout.config import JobConfig
 from rollout.jobfile import check_job
+from rollout.kernels.support_cut import SupportCut, cut_reference
 from rollout.storage import Storage
 
 
@@ -109,6 +111,10 @@ class SeenLogits:
     """The masked logits of every sampled token, by (internal request id, output position)."""
 
     rows: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+    cuts: dict[tuple[str, int], tuple[torch.Tensor, int, float]] = field(default_factory=dict)
+    """Of those that the capture truncated, the logits before that, top-k and top-p."""
+    at_border: int = 0
+    """Rows of `cuts` that keep other ids than a sort in float64; `check_against_sampler` counts."""
     sampled: dict[tuple[str, int], int] = field(default_factory=dict)
     replaced: int = 0
     discarded: int = 0
@@ -118,9 +124,23 @@ class SeenLogits:
     """Those of them that vLLM's own sampler, run beside it, drew differently."""
 
 
+def masked_by_cut(logits: torch.Tensor, rows: BatchRows) -> torch.Tensor:
+    """Mask logits [N, V] as the capture is to truncate them, by a sort."""
+    if rows.noise is None or rows.noise.cut is None:
+        return logits
+    arrays = (rows.noise.cut.top_k, rows.noise.cut.top_p, rows.kinds == KEPT)
+    top_k, top_p, kept = (torch.from_numpy(array).to(logits.device) for array in arrays)
+    masked = cut_reference(logits, SupportCut(top_k=top_k, top_p=top_p))
+    return torch.where(kept[:, None], masked, logits)
+
+
 @contextmanager
 def seen_logits() -> Iterator[SeenLogits]:
-    """Keep what vLLM's own top-k/top-p sampler returned as the masked logits of each step."""
+    """Keep the masked logits of each step.
+
+    They are what vLLM's own top-k/top-p sampler returned, or its logits, truncated by a sort where
+    it had left that to the capture.
+    """
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
     seen = SeenLogits()
@@ -142,17 +162,26 @@ def seen_logits() -> Iterator[SeenLogits]:
     def on_draw(self: CaptureCore, logits: torch.Tensor, rows: BatchRows) -> torch.Tensor | None:
         sampled = stock_on_draw(self, logits, rows)
         if sampled is not None:
-            keep(logits.clone().cpu(), sampled, rows)
+            keep(masked_by_cut(logits.clone(), rows).cpu(), sampled, rows)
+            assert rows.noise is not None
+            if rows.noise.cut is not None:
+                keep_cut(logits.cpu(), rows, rows.noise.cut)
         return sampled
 
-    def draw(self: V2Adapter, *args: Any, **kwargs: Any) -> torch.Tensor:
-        sampled = stock_draw(self, *args, **kwargs)
+    def draw(self: V2Adapter, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        sampled = stock_draw(self, logits, *args, **kwargs)
         if self._taken:
-            theirs = self._stock_draw(*args, **kwargs)
-            counts = torch.from_numpy(self._rows(self._batch).kinds != 0).to(theirs.device)
+            rows = self._rows()
+            theirs = self._stock_draw(masked_by_cut(logits, rows), *args, **kwargs)
+            counts = torch.from_numpy(rows.kinds != 0).to(theirs.device)
             seen.drawn += int(counts.sum())
             seen.drawn_otherwise += int((counts & (sampled != theirs)).sum())
         return sampled
+
+    def keep_cut(logits: torch.Tensor, rows: BatchRows, cut: RowCut) -> None:
+        for i in np.flatnonzero(rows.kinds == KEPT).tolist():
+            key = (rows.request_ids[i], int(rows.positions[i]))
+            seen.cuts[key] = (logits[i].clone(), int(cut.top_k[i]), float(cut.top_p[i]))
 
     def keep(masked: torch.Tensor, sampled: torch.Tensor, rows: BatchRows) -> None:
         for i, request_id in enumerate(rows.request_ids):

@@ -57,11 +57,20 @@ def engine_facts(output: Path) -> dict[str, Any]:
 
 
 def check_draws(seen: SeenLogits, facts: dict[str, Any], tokens: int) -> None:
-    """The capture drew all tokens or none, and those that vLLM would have drawn."""
+    """The capture drew all tokens or none, and those that vLLM would have drawn.
+
+    Where it truncated them too, vLLM's are of what a sort keeps.
+    """
     by_capture = facts["tokens_drawn_by"] == "capture"
+    assert bool(seen.cuts) == (facts["truncated_by"] == "capture")
     # rows past an end were drawn too, and count nowhere
     assert seen.drawn >= tokens if by_capture else seen.drawn == 0
     assert seen.drawn_otherwise == 0
+
+
+def check_truncation(facts: dict[str, Any]) -> None:
+    """Whoever draws the tokens truncates, in a job that records no draws."""
+    assert facts["truncated_by"] == facts["tokens_drawn_by"]
 
 
 def exact(folder: Path) -> None:
@@ -87,9 +96,12 @@ def exact(folder: Path) -> None:
     facts = engine_facts(folder / "out")
     print(
         f"exact: {tokens} tokens of {len(stored)} rollouts, {seen.drawn} drawn by the capture, "
-        f"{seen.drawn_otherwise} of them otherwise than by vLLM, {facts}"
+        f"{seen.drawn_otherwise} of them otherwise than by vLLM, {len(seen.cuts)} truncated by it, "
+        f"{seen.at_border} of them at the border otherwise than by a sort, {facts}"
     )
     assert summary.rollouts_failed == 0
+    assert seen.at_border <= tokens // 100
+    check_truncation(facts)
     check_draws(seen, facts, tokens)
 
 
@@ -186,7 +198,9 @@ def alignment(folder: Path) -> None:
     assert summary.rollouts_failed == 0, summary.reasons
     assert len(stored) == 208 * 8 + 52
     assert preemptions.value >= 20
-    by_capture = engine_facts(folder / "out")["tokens_drawn_by"] == "capture"
+    facts = engine_facts(folder / "out")
+    by_capture = facts["tokens_drawn_by"] == "capture"
+    check_truncation(facts)
     assert (drawn.value if by_capture else recorded.value) > 1000
     assert (recorded.value if by_capture else drawn.value) == 0
     tokens = sum(len(row["token_ids"]) for row in stored)
@@ -195,9 +209,9 @@ def alignment(folder: Path) -> None:
         f"alignment: {tokens} tokens, {len(stored)} rollouts, {preemptions.value} preemptions, "
         f"{drawn.value} of {recorded.value + drawn.value} steps drawn by the capture, "
         f"{summary.replaced_rows} rows replaced, finish {reasons}, "
-        f"{time.monotonic() - start:.0f} s, sync check error, {engine_facts(folder / 'out')}"
+        f"{time.monotonic() - start:.0f} s, sync check error, {facts}"
     )
-    assert engine_facts(folder / "out")["async_scheduling"] is True
+    assert facts["async_scheduling"] is True
     assert tokens >= 200_000
     assert reasons == {"stop", "length"}
 
@@ -216,6 +230,8 @@ def processed(folder: Path) -> None:
         engine=ENGINE,
     )
     generate(job, show_progress=False)
+    facts = engine_facts(folder / "out")
+    check_truncation(facts)
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -243,7 +259,7 @@ def processed(folder: Path) -> None:
     ]
     outputs = llm.generate([{"prompt_token_ids": r["prompt_token_ids"]} for r in stored], params)
     # V1 sorts small batches in 0.26, and which of equal logits at the border are kept goes by that:
-    # another batch may keep others of them
+    # another batch may keep others of them; the capture keeps the lowest ids of them
     compared, positions, at_border, worst, equal = 0, 0, 0, 0.0, 0
     for row, output in zip(stored, outputs, strict=True):
         completion = output.outputs[0]
@@ -276,7 +292,8 @@ def processed(folder: Path) -> None:
                 break
     print(
         f"processed: {compared} logprobs, largest difference {worst:.2e}, {at_border} of "
-        f"{positions} tokens with others of equal logits, {equal} of 32 sequences equal"
+        f"{positions} tokens with others at the border, {equal} of 32 sequences equal, truncated "
+        f"by the {facts['truncated_by']}"
     )
     assert at_border <= positions // 20
     assert compared > 1000

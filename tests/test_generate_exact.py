@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from engine_jobs import SeenLogits, make_job, read_rows, seen_logits, unpack, write_prompts
+from oracle_cut import allowed_cut
 from tiny_model import make_tiny_model, reference_model
 
 from rollout.pipeline import generate
@@ -47,6 +48,9 @@ def check_against_sampler(rows: list[dict[str, Any]], seen: SeenLogits) -> int:
                 assert logprobs.tolist() == [0.0] == [sampled_logprob]
                 continue
             masked = seen.rows[key].double()
+            if key in seen.cuts:
+                seen.at_border += int(torch.isfinite(masked).sum()) != ids.size
+                masked = keeping(seen, key, ids.size)
             kept = torch.isfinite(masked).nonzero().flatten()
             assert torch.equal(torch.tensor(sorted(ids.tolist())), kept)
             exact = masked.log_softmax(-1).numpy()[ids]
@@ -58,6 +62,20 @@ def check_against_sampler(rows: list[dict[str, Any]], seen: SeenLogits) -> int:
                 entries[offsets[position] : offsets[position + 1]]
             )
     return tokens
+
+
+def keeping(seen: SeenLogits, key: tuple[str, int], count: int) -> torch.Tensor:
+    """The masked logits of a row that the capture truncated, if it may keep as many ids as it did.
+
+    Its sums are float32: an id at the border is kept or not by the last millionth of the mass.
+    """
+    logits, top_k, top_p = seen.cuts[key]
+    order, shortest, longest = allowed_cut(logits.numpy(), top_k, top_p)
+    assert shortest <= count <= longest, (key, count, shortest, longest)
+    kept = torch.from_numpy(order[:count].copy())
+    masked = torch.full(logits.shape, -torch.inf, dtype=torch.float64)
+    masked[kept] = logits[kept].double()
+    return masked
 
 
 def check_replay(rows: list[dict[str, Any]], model: torch.nn.Module) -> None:

@@ -26,6 +26,7 @@ from oracle_capture import (
 
 from rollout.kernels.launch import CHUNK, SPARSE, TAKE_BLOCK
 from rollout.kernels.support_capture import StepOutput, capture_step
+from rollout.kernels.support_cut import SupportCut
 from rollout.kernels.token_draw import TokenDraw, tokens_reference
 
 INF = math.inf
@@ -272,3 +273,23 @@ def test_a_full_step_on_the_gpu(kept: int) -> None:
     found = torch.tensor([row.sampled for row in read], dtype=torch.float64, device="cuda")
     error = (found - exact[:, 0]).abs()
     assert torch.all(error <= 5e-7 + 2.0**-23 * exact[:, 0].abs())
+
+
+def test_draws_of_rows_that_are_cut_are_refused() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    out = StepOutput.allocate(max_rows=1, vocab_size=8, capacity=8, top=0, draws=2, device=device)
+    rows = torch.zeros(1, dtype=torch.int64, device=device)
+    cut = SupportCut(top_k=rows.int(), top_p=torch.full((1,), 0.5, device=device))
+    draw = TokenDraw(add_noise=add_noise, seeds=rows, lead=rows, cut=cut)
+    with pytest.raises(ValueError, match="draws: got 2, expected 0"):
+        capture_step(
+            torch.zeros(1, 8, device=device),
+            rows.clone(),
+            torch.ones(1, dtype=torch.int8, device=device),
+            out,
+            top=0,
+            draws=2,
+            seeds=rows,
+            positions=rows,
+            draw=draw,
+        )

@@ -2,37 +2,48 @@
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from noise import add_noise
+from spool_blocks import entries_of
 
-from rollout.capture.batch import BatchRows
+from rollout.capture import core
+from rollout.capture.batch import BatchRows, RowCut, RowNoise
 from rollout.capture.core import CaptureCore
 from rollout.capture.request import KEPT, SKIP, CaptureSettings
 from rollout.capture.worker import CaptureWorkerMixin
+from rollout.kernels.support_capture import capture_step
+from rollout.spool import SpoolReader
 
 
 class Worker:
     """Stands in for vLLM's worker."""
 
-    vllm_config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16))
+    vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=torch.bfloat16, hf_config=None),
+        scheduler_config=SimpleNamespace(async_scheduling=True),
+    )
 
     def compile_or_warm_up_model(self) -> str:
         return "warm"
 
 
 class Capturing(CaptureWorkerMixin, Worker):
-    """A worker whose capture draws what `check_draw` says."""
+    """A worker whose capture draws what `check_draw` says, and truncates what `check_cut` says."""
 
-    def __init__(self, agrees: bool) -> None:
+    def __init__(self, draw_agrees: bool, cut_agrees: bool = True, draws: int = 0) -> None:
         self.warmed: list[Any] = []
         self.tried: list[Any] = []
-        recorder = SimpleNamespace(warm_up=self.warmed.append, try_draw="try")
+        recorder = SimpleNamespace(warm_up=self.warmed.append, try_draw="try", device_bytes=1)
         self._capture: Any = SimpleNamespace(
             recorder=recorder,
+            can_truncate=draws == 0,
             start=lambda _folder: None,
             stop=lambda: None,
             on_step="record",
@@ -40,10 +51,22 @@ class Capturing(CaptureWorkerMixin, Worker):
         )
 
         def check_draw(try_draw: Any) -> bool:
-            self.tried.append(try_draw)
-            return agrees
+            self.tried.append(("draw", try_draw))
+            return draw_agrees
 
-        self._adapter: Any = SimpleNamespace(check_draw=check_draw, on_step=None, on_draw=None)
+        def check_cut(try_draw: Any) -> bool:
+            self.tried.append(("cut", try_draw))
+            return cut_agrees
+
+        self._adapter: Any = SimpleNamespace(
+            check_draw=check_draw,
+            check_cut=check_cut,
+            on_step=None,
+            on_draw=None,
+            truncates=False,
+            logits_dtype="float32",
+        )
+        self.model_runner = SimpleNamespace(get_model=lambda: None)
 
 
 @pytest.mark.parametrize(("agrees", "ranks"), [(True, 1), (False, 1), (True, 2)])
@@ -56,7 +79,7 @@ def test_the_capture_draws_where_it_agrees_and_is_alone(
     worker = Capturing(agrees)
     assert worker.compile_or_warm_up_model() == "warm"
     assert [set(dtypes) for dtypes in worker.warmed] == [{torch.float32, torch.bfloat16}]
-    assert worker.tried == (["try"] if ranks == 1 else [])
+    assert worker.tried[:1] == ([("draw", "try")] if ranks == 1 else [])
     worker.capture_start("folder")
     draws = agrees and ranks == 1
     assert (worker._adapter.on_step, worker._adapter.on_draw) == (
@@ -67,11 +90,90 @@ def test_the_capture_draws_where_it_agrees_and_is_alone(
     assert worker._adapter.on_step is None
 
 
-def test_steps_are_numbered_whoever_draws() -> None:
-    settings = CaptureSettings(support_capacity=9, top=0, draws=0)
-    core = CaptureCore(
-        settings, device=torch.device("cpu"), max_rows=2, vocab_size=5, steps_in_flight=1
+@pytest.mark.parametrize(
+    ("draw_agrees", "cut_agrees", "draws", "ranks", "checks"),
+    [
+        (True, True, 0, 1, ["draw", "cut"]),
+        (True, False, 0, 1, ["draw", "cut"]),
+        # each check takes memory and time, so none is made in vain
+        (True, True, 4, 1, ["draw"]),
+        (False, True, 0, 1, ["draw"]),
+        (True, True, 0, 2, []),
+    ],
+    ids=["agrees", "cut disagrees", "records draws", "draw disagrees", "not alone"],
+)
+def test_the_capture_truncates_what_it_draws(
+    draw_agrees: bool,
+    cut_agrees: bool,
+    draws: int,
+    ranks: int,
+    checks: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.distributed import parallel_state
+
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: ranks)
+    worker = Capturing(draw_agrees, cut_agrees, draws)
+    worker.compile_or_warm_up_model()
+    assert worker.tried == [(check, "try") for check in checks]
+    drawn, truncated = draw_agrees and ranks == 1, checks == ["draw", "cut"] and cut_agrees
+    assert worker._adapter.truncates == truncated
+    facts = worker.capture_facts()
+    assert facts is not None
+    assert facts["tokens_drawn_by"] == ("capture" if drawn else "engine")
+    assert facts["truncated_by"] == ("capture" if truncated else "engine")
+
+
+def make_core(draws: int = 0) -> CaptureCore:
+    return CaptureCore(
+        CaptureSettings(support_capacity=9, top=0, draws=draws),
+        device=torch.device("cpu"),
+        max_rows=2,
+        vocab_size=5,
+        steps_in_flight=1,
+        add_noise=add_noise,
     )
+
+
+@pytest.mark.parametrize(("draws", "truncates"), [(0, True), (1, False)])
+def test_draws_are_recorded_of_masked_logits(draws: int, truncates: bool) -> None:
+    assert make_core(draws).can_truncate == truncates
+
+
+def test_the_cut_of_a_step_is_that_of_its_rows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(core, "capture_step", functools.partial(capture_step, impl="triton"))
+    made = make_core()
+    made.start(str(tmp_path))
+    logits = torch.tensor([[0.1, 0.5, 0.3, 0.2, 0.4], [0.1, 0.2, 0.3, 9.0, 0.4]])
+    rows = BatchRows(
+        request_ids=["a", "b"],
+        positions=np.zeros(2, np.int32),
+        kinds=np.full(2, KEPT, np.int8),
+        seeds=np.zeros(2, np.int64),
+        noise=RowNoise(
+            seeds=np.zeros(2, np.int64),
+            lead=np.zeros(2, np.int64),
+            untruncated=False,
+            cut=RowCut(top_k=np.array([3, 5], np.int32), top_p=np.array([1.0, 0.9], np.float32)),
+        ),
+    )
+    drawn = made.on_draw(logits, rows)
+    made.stop()
+    (block,) = SpoolReader(tmp_path).poll()
+    kept = (entries_of(block) & np.uint64(0xFFFFFFFF)).astype(int)
+    assert block.counts.tolist() == [3, 1]
+    assert sorted(kept[:3]) == [1, 2, 4]
+    assert kept[3] == 3
+    assert drawn is not None
+    assert drawn.tolist() == block.sampled.tolist()
+    assert drawn[0] in (1, 2, 4)
+    assert drawn[1] == 3
+
+
+def test_steps_are_numbered_whoever_draws() -> None:
+    made = make_core()
     numbers: list[int] = []
     drawn = torch.tensor([3])
 
@@ -82,7 +184,7 @@ def test_steps_are_numbered_whoever_draws() -> None:
         return drawn if sampled is None else None
 
     recorder: Any = SimpleNamespace(record=record, start=lambda _: None, stop=lambda: None)
-    core.recorder = recorder
+    made.recorder = recorder
 
     def rows(kind: int) -> BatchRows:
         return BatchRows(
@@ -93,12 +195,12 @@ def test_steps_are_numbered_whoever_draws() -> None:
         )
 
     logits = torch.zeros(1, 5)
-    assert core.on_draw(logits, rows(KEPT)) is None  # nothing is recorded yet
-    core.start("folder")
-    assert core.on_draw(logits, rows(KEPT)) is drawn
-    core.on_step(logits, drawn, rows(KEPT))
-    assert core.on_draw(logits, rows(SKIP)) is None  # no row counts
-    assert core.on_draw(logits, rows(KEPT)) is drawn
-    core.stop()
-    assert core.on_draw(logits, rows(KEPT)) is None
+    assert made.on_draw(logits, rows(KEPT)) is None  # nothing is recorded yet
+    made.start("folder")
+    assert made.on_draw(logits, rows(KEPT)) is drawn
+    made.on_step(logits, drawn, rows(KEPT))
+    assert made.on_draw(logits, rows(SKIP)) is None  # no row counts
+    assert made.on_draw(logits, rows(KEPT)) is drawn
+    made.stop()
+    assert made.on_draw(logits, rows(KEPT)) is None
     assert numbers == [0, 1, 2]

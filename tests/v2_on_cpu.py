@@ -36,7 +36,7 @@ def by_reference(*args: Any, **kwargs: Any) -> None:
     capture_step(*args, **kwargs, impl="reference" if kwargs["draw"] is None else "triton")
 
 
-def masked_by_torch(logits: torch.Tensor, k: Any, p: Any) -> torch.Tensor:
+def masked_by_torch(logits: torch.Tensor, k: Any, p: Any, **_: Any) -> torch.Tensor:
     """Mask as vLLM does on the CPU; its Triton kernel needs more than the interpreter has."""
     masked: torch.Tensor = sampler_ops.apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync=True)
     return masked
@@ -91,12 +91,20 @@ def main(folder: Path) -> None:
     assert len(stored) == 8 * 2 + 2
     tokens = check_against_sampler(stored, seen)
     facts = engine_facts(folder / "out")
-    assert (facts["runner"], facts["tokens_drawn_by"]) == ("v2", "capture")
+    assert facts["runner"] == "v2"
+    assert (facts["tokens_drawn_by"], facts["truncated_by"]) == ("capture", "capture")
     check_draws(seen, facts, tokens)
     assert seen.discarded > 0, "no prefill was split over steps"
     # a stop is seen one step late: the step in flight samples once more, and that must not count
     assert len(seen.rows) > tokens, "no row past an end: the stops came from max_tokens alone"
-    print(f"{tokens} tokens of {len(stored)} rollouts on the V2 runner, {seen.drawn} drawn")
+    # all but the greedy kind are truncated: the job has a top-p
+    truncated = sum(len(row["token_ids"]) for row in stored if row["temperature"] > 0.0)
+    assert len(seen.cuts) >= truncated > 0
+    assert seen.at_border == 0
+    print(
+        f"{tokens} tokens of {len(stored)} rollouts on the V2 runner, {seen.drawn} drawn, "
+        f"{len(seen.cuts)} truncated"
+    )
 
 
 if __name__ == "__main__":

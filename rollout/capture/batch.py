@@ -40,11 +40,24 @@ class RowNoise:
     """[N] what the sampler's position is ahead of the output's."""
     untruncated: bool
     """Whether there are rows of other kinds than KEPT and SKIP."""
+    cut: RowCut | None = None
+    """How the capture truncates KEPT rows; null if their logits come masked."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RowCut:
+    """How N rows are truncated; see `rollout.kernels.support_cut`."""
+
+    top_k: npt.NDArray[np.int32]
+    """[N] 0 or at least V keeps all."""
+    top_p: npt.NDArray[np.float32]
+    """[N] 1 keeps all."""
 
 
 OnStep = Callable[[torch.Tensor, torch.Tensor, BatchRows], None]
 """Called in each sampling step with masked logits [N, V], sampled ids [N] and the N rows."""
 
 OnDraw = Callable[[torch.Tensor, BatchRows], torch.Tensor | None]
-"""Called in place of `OnStep` where rows have their noise, with masked logits [N, V] and the N
-rows; returns [N] int64 sampled ids, or null if the engine is to draw them."""
+"""Called in place of `OnStep` where rows have their noise, with logits [N, V], masked but for what
+the rows' cut drops, and the N rows; returns [N] int64 sampled ids, or null if the engine is to draw
+them."""

@@ -15,6 +15,7 @@ from rollout.capture.batch import BatchRows
 from rollout.capture.request import CaptureSettings
 from rollout.capture.ring import RingRecorder
 from rollout.kernels.support_capture import StepOutput, capture_step
+from rollout.kernels.support_cut import SupportCut
 from rollout.kernels.token_draw import TokenDraw
 from rollout.spool import FLAG_OVERFLOW, SpoolWriter, StepBlock
 
@@ -47,8 +48,8 @@ class Recorder(Protocol):
     ) -> torch.Tensor | None:
         """Record one step: logits [N, V], sampled ids [N], and the N rows.
 
-        Without sampled ids, draw them by the rows' noise and return them, [N] int64; null if they
-        could not be drawn.
+        Without sampled ids, truncate by the rows' cut if there is one, draw the ids by the rows'
+        noise and return them, [N] int64; null if they could not be drawn.
         """
 
     def try_draw(self, logits: torch.Tensor, rows: BatchRows) -> torch.Tensor:
@@ -97,6 +98,8 @@ class CaptureCore:
                 vocab_size=vocab_size,
                 add_noise=add_noise,
             )
+        self.can_truncate = settings.draws == 0
+        """Whether rows may come with a cut: recorded draws are made of masked logits."""
         self._recording = False
         self._steps = 0
 
@@ -129,7 +132,7 @@ class CaptureCore:
         """Record one step and draw its tokens.
 
         Args:
-            logits: [N, V] masked with -inf.
+            logits: [N, V] masked with -inf, except for what the rows' cut drops.
             rows: the N rows, with their noise.
 
         Returns:
@@ -229,11 +232,17 @@ class DirectRecorder:
         if sampled is None:
             assert rows.noise is not None
             sampled = torch.zeros(len(rows.kinds), dtype=torch.int64)
+            cut = rows.noise.cut
             noise = TokenDraw(
                 add_noise=self._add_noise,
                 seeds=torch.from_numpy(rows.noise.seeds),
                 lead=torch.from_numpy(rows.noise.lead),
                 untruncated=rows.noise.untruncated,
+                cut=None
+                if cut is None
+                else SupportCut(
+                    top_k=torch.from_numpy(cut.top_k), top_p=torch.from_numpy(cut.top_p)
+                ),
             )
         sampled = sampled.reshape(-1).to(torch.int64)
         capture_step(

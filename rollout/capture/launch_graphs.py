@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-GRAPHS_PER_SLOT: Final = 20
+GRAPHS_PER_SLOT: Final = 32
 """Graphs that are kept for each slot of a ring; each holds some kilobytes."""
 
 

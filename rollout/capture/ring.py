@@ -17,25 +17,24 @@ import subprocess
 import sys
 import time
 import weakref
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from rollout.capture.batch import BatchRows, RowNoise
+from rollout.capture.batch import BatchRows
 from rollout.capture.copy_ahead import CopyAhead
 from rollout.capture.launch_graphs import LaunchGraphs
 from rollout.capture.request import SKIP, CaptureSettings
 from rollout.capture.ring_process import LOST_FOLDER
 from rollout.capture.shared_ring import RingLayout, SharedRing
-from rollout.capture.step_slot import StepSlot
+from rollout.capture.step_slot import Drawn, StepSlot
+from rollout.capture.warm_steps import warm_steps
 from rollout.kernels.copy_out import copy_out
 from rollout.kernels.fetch_step import fetch_step
 from rollout.kernels.launch import distance, row_unit, stream_handle
 from rollout.kernels.support_capture import StepOutput, capture_step
-from rollout.kernels.token_draw import TokenDraw
 from rollout.spool import FLAG_LOST, SpoolWriter, StepBlock
 
 _log = logging.getLogger(__name__)
@@ -130,29 +129,20 @@ class RingRecorder:
         Args:
             dtypes: types that logits may have.
         """
-        rows = min(8, self._slots[0].out.counts.numel())
-        vocab = self._vocab_size
-        for dtype in dtypes:
-            for n in (1, rows):
-                logits = torch.zeros(n, vocab, dtype=dtype, device=self._device)
-                sampled = torch.zeros(n, dtype=torch.int64, device=self._device)
-                batch = BatchRows(
-                    request_ids=[""] * n,
-                    positions=np.zeros(n, np.int32),
-                    kinds=(np.arange(n) % 5).astype(np.int8),
-                    seeds=np.zeros(n, np.int64),
-                )
-                steps: list[tuple[torch.Tensor | None, BatchRows]] = [(sampled, batch)]
-                if self._add_noise is not None:
-                    for kinds, more in ((batch.kinds, True), (batch.kinds % 2, False)):
-                        noise = RowNoise(seeds=batch.seeds, lead=batch.seeds, untruncated=more)
-                        steps.append((None, replace(batch, kinds=kinds, noise=noise)))
-                # both ways of copying, twice: the second time makes the graph
-                for index, ahead, (ids, of_step) in itertools.product(
-                    range(len(self._slots)), 2 * [0, self._settings.support_capacity], steps
-                ):
-                    self._launch(index, logits, ids, of_step, 0, ahead)
-                    torch.cuda.synchronize(self._device)  # the next one writes to the same memory
+        most = min(8, self._slots[0].out.counts.numel())
+        draws_tokens, truncates = self._add_noise is not None, not self._settings.draws
+        for dtype, n in itertools.product(dtypes, (1, most)):
+            logits = torch.zeros(n, self._vocab_size, dtype=dtype, device=self._device)
+            sampled = torch.zeros(n, dtype=torch.int64, device=self._device)
+            # both ways of copying, twice: the second time makes the graph
+            for index, ahead, rows in itertools.product(
+                range(len(self._slots)),
+                2 * [0, self._settings.support_capacity],
+                warm_steps(n, draws_tokens=draws_tokens, truncates=truncates),
+            ):
+                ids = sampled if rows.noise is None else None
+                self._launch(index, logits, ids, rows, 0, ahead)
+                torch.cuda.synchronize(self._device)  # the next one writes to the same memory
 
     def start(self, folder: str) -> None:
         """Record from now on, into a spool folder."""
@@ -207,7 +197,7 @@ class RingRecorder:
 
         Args:
             number: the step's number.
-            logits: [N, V] masked.
+            logits: [N, V] masked, except for what the rows' cut drops.
             sampled: [N] ids, or null if they are to be drawn.
             rows: the N rows.
 
@@ -258,8 +248,9 @@ class RingRecorder:
         ahead: int,
     ) -> None:
         slot = self._slots[index]
-        # which noise the launch adds: none, that of kept ids, that of all
-        drawn = 0 if sampled is not None or rows.noise is None else 1 + rows.noise.untruncated
+        drawn = None
+        if sampled is None and rows.noise is not None:
+            drawn = Drawn(rows.noise.untruncated, rows.noise.cut is not None)
         if sampled is not None and not (sampled.dtype == torch.int64 and sampled.is_contiguous()):
             sampled = sampled.to(torch.int64).contiguous()
         unit = row_unit(logits)
@@ -285,15 +276,8 @@ class RingRecorder:
             self._stream = torch.cuda.current_stream(self._device)
         return self._stream
 
-    def _fill(self, slot: StepSlot, logits: torch.Tensor, drawn: int) -> None:
-        draw = None
-        if drawn:
-            draw = TokenDraw(
-                add_noise=self._add_noise,
-                seeds=slot.noise_seeds,
-                lead=slot.noise_lead,
-                untruncated=drawn > 1,
-            )
+    def _fill(self, slot: StepSlot, logits: torch.Tensor, drawn: Drawn | None) -> None:
+        draw = None if drawn is None else slot.token_draw(self._add_noise, drawn)
         fetch_step(slot.host_words, slot.words, slot.out.sampled_ids)
         capture_step(
             logits,
@@ -320,11 +304,11 @@ class RingRecorder:
             ahead=ahead,
         )
 
-    def _fill_and_copy(self, index: int, logits: torch.Tensor, drawn: int) -> None:
+    def _fill_and_copy(self, index: int, logits: torch.Tensor, drawn: Drawn | None) -> None:
         self._fill(self._slots[index], logits, drawn)
         self._copy(index, 0)
 
-    def _fill_and_tell(self, slot: StepSlot, logits: torch.Tensor, drawn: int) -> None:
+    def _fill_and_tell(self, slot: StepSlot, logits: torch.Tensor, drawn: Drawn | None) -> None:
         self._fill(slot, logits, drawn)
         slot.filled.record(torch.cuda.current_stream(self._device))
 

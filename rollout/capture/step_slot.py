@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +13,19 @@ from rollout.capture.batch import BatchRows, RowNoise
 from rollout.capture.request import SKIP, CaptureSettings
 from rollout.kernels.launch import CaptureScratch
 from rollout.kernels.support_capture import StepOutput
+from rollout.kernels.support_cut import SupportCut
+from rollout.kernels.token_draw import TokenDraw
 
 _HEAD: Final = struct.Struct("<4q")
+
+
+class Drawn(NamedTuple):
+    """What a launch that draws the tokens of a step takes for granted."""
+
+    untruncated: bool
+    """See `TokenDraw`."""
+    cut: bool
+    """Whether it truncates."""
 
 
 class StepSlot:
@@ -49,9 +60,9 @@ class StepSlot:
         )
         # what the host knows of the step: its number, where the sampled ids are and how many, where
         # the logits are, then of each row the seed of its draws, its position, seed and lead of
-        # its token's noise, and the kind
-        seeds, positions, noise_seeds, noise_lead, kinds, end = (
-            32 + rows * width for width in (0, 8, 16, 24, 32, 33)
+        # its token's noise, top-k and top-p of its cut, and the kind
+        seeds, positions, noise_seeds, noise_lead, top_k, top_p, kinds, end = (
+            32 + rows * width for width in (0, 8, 16, 24, 32, 36, 40, 41)
         )
         words = (end + 7) // 8
         self.host_words = torch.zeros(words, dtype=torch.int64, pin_memory=True)
@@ -61,7 +72,9 @@ class StepSlot:
         self._host_seeds = host[seeds:positions].view(np.int64)
         self._host_positions = host[positions:noise_seeds].view(np.int64)
         self._host_noise_seeds = host[noise_seeds:noise_lead].view(np.int64)
-        self._host_noise_lead = host[noise_lead:kinds].view(np.int64)
+        self._host_noise_lead = host[noise_lead:top_k].view(np.int64)
+        self._host_top_k = host[top_k:top_p].view(np.int32)
+        self._host_top_p = host[top_p:kinds].view(np.float32)
         self._host_kinds = host[kinds:end].view(np.int8)
         self._last_kinds: npt.NDArray[np.int8] | None = None  # the array that is there
         self._last_noise: RowNoise | None = None
@@ -69,8 +82,11 @@ class StepSlot:
         self.distance = self.words[3:4]
         self.seeds = there[seeds:positions].view(torch.int64)
         self.positions = there[positions:noise_seeds].view(torch.int64)
-        self.noise_seeds = there[noise_seeds:noise_lead].view(torch.int64)
-        self.noise_lead = there[noise_lead:kinds].view(torch.int64)
+        self._noise_seeds = there[noise_seeds:noise_lead].view(torch.int64)
+        self._noise_lead = there[noise_lead:top_k].view(torch.int64)
+        self._cut = SupportCut(
+            top_k=there[top_k:top_p].view(torch.int32), top_p=there[top_p:kinds].view(torch.float32)
+        )
         self.kinds = there[kinds:end].view(torch.int8)
         # part of the launches, also where they are graphs
         self.filled = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
@@ -91,6 +107,10 @@ class StepSlot:
             if rows.noise is not self._last_noise:
                 self._host_noise_seeds[:n] = rows.noise.seeds
                 self._host_noise_lead[:n] = rows.noise.lead
+                # rows past N keep what they had, of no meaning in SKIP rows
+                if rows.noise.cut is not None:
+                    self._host_top_k[:n] = rows.noise.cut.top_k
+                    self._host_top_p[:n] = rows.noise.cut.top_p
                 self._last_noise = rows.noise
         else:
             _HEAD.pack_into(self._head, 0, ready, sampled.data_ptr(), n, behind)
@@ -103,3 +123,18 @@ class StepSlot:
             self._host_positions[:n] = rows.positions
         if self._draws:
             self._host_seeds[:n] = rows.seeds
+
+    def token_draw(self, add_noise: Any, drawn: Drawn) -> TokenDraw:
+        """Return how the device draws the tokens of the step that is there.
+
+        Args:
+            add_noise: see `TokenDraw`.
+            drawn: of the step's rows.
+        """
+        return TokenDraw(
+            add_noise=add_noise,
+            seeds=self._noise_seeds,
+            lead=self._noise_lead,
+            untruncated=drawn.untruncated,
+            cut=self._cut if drawn.cut else None,
+        )

@@ -35,6 +35,8 @@ class V1Adapter:
         """Called in each step; null while nothing is recorded."""
         self.on_draw: OnDraw | None = None
         """Never called: the V1 sampler's noise is no function of the id, so vLLM draws."""
+        self.truncates = False
+        """Never: only what draws may truncate."""
         self.add_noise = None
         self._known: dict[str, tuple[int, int]] = {}
         self.logits_dtype: str | None = None
@@ -50,6 +52,10 @@ class V1Adapter:
 
     def check_draw(self, _try_draw: object) -> bool:
         """Return that the capture does not draw the tokens."""
+        return False
+
+    def check_cut(self, _try_draw: object) -> bool:
+        """Return that it does not truncate either."""
         return False
 
     def _see_dtype(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ The V2 sampler's `sample` always returns the processed logits, and they are the 
 the token was drawn from unless a fused sampler ran; those are switched off here. Everything about
 the rows comes from the runner's host mirrors, so that nothing waits for the device. The capture
 draws the tokens in the sampler's place, by the sampler's noise: the same tokens, without the
-sampler's own pass over the vocabulary.
+sampler's own pass over the vocabulary. In such steps it also truncates in its place.
 Source: vllm/v1/worker/gpu/sample/sampler.py and vllm/v1/worker/gpu/model_runner.py of 0.26 to 0.33.
 """
 
@@ -22,14 +22,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rollout.capture.batch import BatchRows, OnDraw, OnStep, RowNoise
-from rollout.capture.request import GREEDY, KEPT, NONE, SKIP, TOP, kind_and_seed
+from rollout.capture.batch import BatchRows, OnDraw, OnStep, RowCut, RowNoise
+from rollout.capture.request import KEPT, SKIP, kind_and_seed
+from rollout.capture.v2_check import TRIED_ROWS, TryDraw, compare_draws
 from rollout.errors import EngineError
 from rollout.kernels.launch import choose_impl
 
 _log = logging.getLogger(__name__)
 _FUSED = ("use_flashinfer", "use_xpu_sampler")  # the second exists since 0.31
-_TRIED_ROWS = 32  # of which `check_draw` compares the tokens
 
 
 class V2Adapter:
@@ -53,8 +53,14 @@ class V2Adapter:
         """Called in each step; null while nothing is recorded."""
         self.on_draw: OnDraw | None = None
         """Called in its place in steps whose tokens are drawn there; null if none are."""
+        self.truncates = False
+        """Whether KEPT rows are truncated there too, see `RowNoise.cut`; only if `check_cut`."""
         self._batch: Any = None
-        self._taken = False  # by on_draw
+        # what lives no longer than a step: its rows, whether on_draw has it, and with what vLLM
+        # would truncate its logits, which are not masked then
+        self._rows_now: BatchRows | None = None
+        self._taken = False
+        self._put_off: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         slots = self._slots = runner.max_num_reqs
         self._kinds = np.zeros(slots, np.int8)
         self._seeds = np.zeros(slots, np.int64)
@@ -66,22 +72,11 @@ class V2Adapter:
             setattr(sampler, name, False)
         self.add_noise = _find_noise(sampler)
         """What the sampler draws by, see `TokenDraw`; null if it is not known."""
+        self._stock_truncate: Callable[..., torch.Tensor] | None = None
         if self.add_noise is not None:
-            module: Any = sys.modules[type(sampler).__module__]
-            # the hook of an earlier engine of this process goes
-            stock = getattr(module.gumbel_sample, "stock", module.gumbel_sample)
-            self._stock_draw = stock
-
-            # the module outlives the engine, whose weights must not stay with it
-            reference = weakref.ref(self)
-
-            def gumbel_sample(*args: Any, **kwargs: Any) -> torch.Tensor:
-                adapter = reference()
-                drawn: torch.Tensor = (stock if adapter is None else adapter._draw)(*args, **kwargs)
-                return drawn
-
-            gumbel_sample.stock = stock  # type: ignore[attr-defined]
-            module.gumbel_sample = gumbel_sample
+            self._stock_draw = _hook(self, "gumbel_sample", "_draw")
+            if _has_cuts(sampler):
+                self._stock_truncate = _hook(self, "apply_top_k_top_p", "_truncate")
         self._stock_add_request = sampler.add_request
         self._stock_sample = sampler.sample
         self._stock_runner_sample = runner.sample
@@ -103,12 +98,13 @@ class V2Adapter:
         try:
             return self._stock_runner_sample(hidden_states, input_batch, *args, **kw)
         finally:
-            self._batch = None
+            self._batch = self._rows_now = self._put_off = None
 
     def _sample(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         logits = kwargs["logits"] if "logits" in kwargs else args[0]
         self._taken = False
         sampled, masked = self._stock_sample(*args, **kwargs)
+        assert self._put_off is None, "the tokens were drawn from logits that nobody had masked"
         # vLLM's warm-up calls the sampler without a batch of requests
         if self.on_step is not None and self._batch is not None:
             if self.logits_dtype is None:
@@ -117,81 +113,92 @@ class V2Adapter:
             for name in self._fused:
                 assert not getattr(self._sampler, name)
             if not self._taken:
-                self.on_step(masked, sampled, self._rows(self._batch))
+                self.on_step(masked, sampled, self._rows())
         return sampled, masked
 
-    def _draw(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Draw the tokens of masked logits [N, V] in place of vLLM's `gumbel_sample`."""
-        if self.on_draw is not None and self.on_step is not None and self._batch is not None:
-            rows = self._rows(self._batch)
-            if rows.noise is not None:
-                self._taken = True
-                drawn = self.on_draw(logits, rows)
-                if drawn is not None:
-                    return drawn
-        sampled: torch.Tensor = self._stock_draw(logits, *args, **kwargs)
-        return sampled
+    def _truncate(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Mask logits [N, V] in place of vLLM's `apply_top_k_top_p`, or leave that to `_draw`."""
+        noise = self._noise_now()
+        if noise is not None and noise.cut is not None:
+            self._put_off = (args, kwargs)
+            return logits
+        assert self._stock_truncate is not None
+        return self._stock_truncate(logits, *args, **kwargs)
 
-    def check_draw(self, try_draw: Callable[[torch.Tensor, BatchRows], torch.Tensor]) -> bool:
-        """Compare the capture's tokens with vLLM's on random logits.
+    def _draw(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Draw the tokens of logits [N, V] in place of vLLM's `gumbel_sample`.
+
+        They are masked, except where `_truncate` has put that off.
+        """
+        put_off, self._put_off = self._put_off, None
+        noise = self._noise_now()
+        if noise is not None:
+            # masked logits are not cut again: what top-p had kept of them would lose more
+            assert (noise.cut is None) == (put_off is None), "not truncated once"
+            self._taken = True
+            assert self.on_draw is not None
+            drawn = self.on_draw(logits, self._rows())
+            if drawn is not None:
+                return drawn
+        if put_off is not None:
+            assert self._stock_truncate is not None
+            logits = self._stock_truncate(logits, *put_off[0], **put_off[1])
+        return self._stock_draw(logits, *args, **kwargs)
+
+    def check_draw(self, try_draw: TryDraw) -> bool:
+        """Compare the capture's tokens with vLLM's on random masked logits.
 
         Args:
-            try_draw: draws the tokens of masked logits [N, V] and N rows.
+            try_draw: draws the capture's tokens.
 
         Returns:
             Whether they are the same.
         """
-        if self.add_noise is None:
-            return False
-        # as many rows at a time as there may be, so that every kind comes
-        steps = [self._compare(try_draw, first) for first in range(0, _TRIED_ROWS, self._slots)]
-        others = sum(steps)
+        return self.add_noise is not None and self._agrees(try_draw, "draws the tokens", cut=False)
+
+    def check_cut(self, try_draw: TryDraw) -> bool:
+        """Compare them on random logits that the capture truncates, and a sort for vLLM.
+
+        Args:
+            try_draw: draws the capture's tokens.
+
+        Returns:
+            Whether they are the same; false where vLLM can't be kept from truncating.
+        """
+        return self._stock_truncate is not None and self._agrees(try_draw, "truncates", cut=True)
+
+    def _agrees(self, try_draw: TryDraw, vllm_does: str, *, cut: bool) -> bool:
+        states = self._sampler.sampling_states
+        others = compare_draws(
+            try_draw,
+            self._stock_draw,
+            vocab_size=states.vocab_size,
+            device=states.seeds.gpu.device,
+            rows_at_once=self._slots,
+            cut=cut,
+        )
         if others:
             _log.warning(
-                "vLLM draws the tokens: the capture drew others of the same logits (%d of %d rows)",
+                "vLLM %s: the capture drew other tokens of the same logits (%d of %d rows)",
+                vllm_does,
                 others,
-                _TRIED_ROWS,
+                TRIED_ROWS,
             )
         return not others
 
-    def _compare(
-        self, try_draw: Callable[[torch.Tensor, BatchRows], torch.Tensor], first: int
-    ) -> int:
-        """Draw one step of random logits twice; return the rows with different tokens."""
-        states = self._sampler.sampling_states
-        device = states.seeds.gpu.device
-        number = np.arange(first, min(first + self._slots, _TRIED_ROWS))
-        rows, vocab_size = len(number), states.vocab_size
-        kinds = np.array([KEPT, TOP, KEPT, GREEDY, KEPT, NONE], np.int8)[number % 6]
-        generator = torch.Generator(device).manual_seed(first)
-        logits = torch.randn(rows, vocab_size, generator=generator, device=device)
-        # from some ids to all of them
-        kept = torch.from_numpy((number + 2.0) / _TRIED_ROWS).to(device)[:, None]
-        dropped = torch.rand(rows, vocab_size, generator=generator, device=device) > kept
-        dropped[:, :2] = False
-        dropped &= torch.from_numpy(kinds == KEPT).to(device)[:, None]
-        logits.masked_fill_(dropped, -torch.inf)
-        seeds = np.random.default_rng(first).integers(-(2**63), 2**63, rows, np.int64)
-        positions = number.astype(np.int64) * 1001
-        theirs = self._stock_draw(
-            logits,
-            torch.arange(rows, device=device),
-            torch.from_numpy((kinds != GREEDY).astype(np.float32)).to(device),
-            torch.from_numpy(seeds).to(device),
-            torch.from_numpy(positions).to(device),
-            apply_temperature=False,
-            is_drafting=False,
-        )
-        batch = BatchRows(
-            request_ids=[""] * rows,
-            positions=np.zeros(rows, np.int32),
-            kinds=kinds,
-            seeds=seeds,
-            noise=RowNoise(seeds=seeds, lead=positions, untruncated=True),
-        )
-        return int((try_draw(logits, batch) != theirs).sum())
+    def _noise_now(self) -> RowNoise | None:
+        """Return by what the capture draws this step; null if vLLM draws it."""
+        if self.on_draw is None or self.on_step is None or self._batch is None:
+            return None
+        return self._rows().noise
 
-    def _rows(self, batch: Any) -> BatchRows:
+    def _rows(self) -> BatchRows:
+        """Return the rows of this step; they are asked for up to four times."""
+        if self._rows_now is None:
+            self._rows_now = self._find_rows(self._batch)
+        return self._rows_now
+
+    def _find_rows(self, batch: Any) -> BatchRows:
         request_ids = batch.req_ids  # a list of this step's own
         lengths = batch.num_computed_tokens_np + batch.num_scheduled_tokens
         last = self._last
@@ -231,7 +238,19 @@ class V2Adapter:
             seeds=self._sampler.sampling_states.seeds.np[slots],
             lead=lead,
             untruncated=bool((kinds > KEPT).any()),
+            cut=self._row_cut(slots, kinds) if self.truncates else None,
         )
+
+    def _row_cut(self, slots: npt.NDArray[np.intp], kinds: npt.NDArray[np.int8]) -> RowCut | None:
+        """Return how the capture truncates N rows; null if it has none to truncate."""
+        states = self._sampler.sampling_states
+        top_k = states.top_k.np[slots].astype(np.int32, copy=False)
+        top_p = states.top_p.np[slots].astype(np.float32, copy=False)
+        # other kinds need none: TOP and NONE are of requests without either, a greedy token is the
+        # first that any cut keeps, and the token of a SKIP row is dropped
+        if not ((top_k < states.vocab_size) | (top_p < 1.0))[kinds == KEPT].any():
+            return None
+        return RowCut(top_k=top_k, top_p=top_p)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -243,6 +262,40 @@ class _Requests:
     seeds: npt.NDArray[np.int64]
     prompt_lengths: npt.NDArray[np.int32]
     noise: RowNoise | None
+
+
+def _hook(adapter: V2Adapter, name: str, method: str) -> Callable[..., torch.Tensor]:
+    """Put an adapter's method in the place of a function that its sampler's module has; return it.
+
+    Args:
+        adapter: the module outlives its engine, whose weights must not stay with it.
+        name: of the function.
+        method: of the adapter; takes what the function takes.
+    """
+    module = sys.modules[type(adapter._sampler).__module__]
+    found = getattr(module, name)
+    # the hook of an earlier engine of this process goes
+    stock: Callable[..., torch.Tensor] = getattr(found, "stock", found)
+    reference = weakref.ref(adapter)
+
+    def hooked(*args: Any, **kwargs: Any) -> torch.Tensor:
+        there = reference()
+        call = stock if there is None else getattr(there, method)
+        result: torch.Tensor = call(*args, **kwargs)
+        return result
+
+    hooked.stock = stock  # type: ignore[attr-defined]
+    setattr(module, name, hooked)
+    return stock
+
+
+def _has_cuts(sampler: Any) -> bool:
+    """Return whether a sampler truncates by a function and by numbers that are known here."""
+    states = sampler.sampling_states
+    return hasattr(sys.modules[type(sampler).__module__], "apply_top_k_top_p") and all(
+        isinstance(getattr(getattr(states, name, None), "np", None), np.ndarray)
+        for name in ("top_k", "top_p")
+    )
 
 
 def _find_noise(sampler: Any) -> Any:

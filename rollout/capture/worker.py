@@ -68,9 +68,11 @@ class CaptureWorkerMixin:
         if self._capture is not None:
             dtype = self.vllm_config.model_config.dtype
             self._capture.recorder.warm_up(tuple({torch.float32, dtype}))
-            assert self._adapter is not None
-            self._draws_tokens = _samples_alone() and self._adapter.check_draw(
-                self._capture.recorder.try_draw
+            adapter, try_draw = self._adapter, self._capture.recorder.try_draw
+            assert adapter is not None
+            self._draws_tokens = _samples_alone() and adapter.check_draw(try_draw)
+            adapter.truncates = (
+                self._draws_tokens and self._capture.can_truncate and adapter.check_cut(try_draw)
             )
         return super().compile_or_warm_up_model(*args, **kwargs)  # type: ignore[misc]
 
@@ -108,6 +110,7 @@ class CaptureWorkerMixin:
             "model_dtype": str(self.vllm_config.model_config.dtype).removeprefix("torch."),
             "logits_dtype": self._adapter.logits_dtype,
             "tokens_drawn_by": "capture" if self._draws_tokens else "engine",
+            "truncated_by": "capture" if self._adapter.truncates else "engine",
             "async_scheduling": bool(self.vllm_config.scheduler_config.async_scheduling),
             "capture_device_bytes": self._capture.recorder.device_bytes if self._capture else 0,
             "tied_embeddings": bool(
