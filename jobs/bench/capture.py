@@ -14,9 +14,9 @@ Requests of different lengths run through a Qwen3-1.7B-shaped model with random 
 once; the spread of the logits sets the mean support. Jobs alternate within one engine: `stock`
 is vLLM's sampler with nothing recorded, unseeded, by FlashInfer where that is installed; the other
 one is a whole job of the product, to its last commit on a local disk, or vLLM with its own records.
-All sample the same tokens' number. Printed: the median of the paired speed ratios with a 95 % bootstrap interval, to
-the last token and to the last commit, the added device time of a step by CUDA events, the seconds
-stalled, the disk's own speed, and a check of the stored data.
+All sample the same tokens' number. Printed: the median of the paired speed ratios with a 95 %
+bootstrap interval, to the last token and to the last commit, the added device time of a step by
+CUDA events, the seconds stalled, the disk's own speed, and a check of the stored data.
 """
 
 from __future__ import annotations
