@@ -19,6 +19,7 @@ from rollout.kernels.cut_order import (
     UNCUT,
     WIDE_ROW,
     cut_key,
+    load_chunk,
     row_cut,
     row_total,
     top_p_depth,
@@ -161,13 +162,9 @@ def _word_kernel(
     if cut == 0:
         return
     WORDS: tl.constexpr = CHUNK // GROUP
-    across = tl.arange(0, GROUP // WIDE)[:, None]
-    column = tl.arange(0, WORDS * WIDE)[None, :]
-    ids = chunk * CHUNK + across * (WORDS * WIDE) + column
-    # products with the constant UNIT, so that the compiler sees what divides them
-    row_ptr = logits_ptr + (tl.load(distance_ptr) + row * row_units) * UNIT
-    value = tl.load(row_ptr + ids, mask=ids < vocab_units * UNIT, other=-float("inf"))
-    value = value.to(tl.float32)
+    value = load_chunk(
+        logits_ptr, distance_ptr, row, row_units, vocab_units, UNIT, WIDE, CHUNK, GROUP
+    )
     words = tl.max(tl.reshape(tl.max(value, axis=0), [WORDS, WIDE]), axis=1)
     largest = tl.max(words, axis=0)
     base = tl.where(largest == -float("inf"), 0.0, largest)

@@ -48,6 +48,33 @@ def row_total(chunk_max_ptr, chunk_sum_ptr, row, num_chunks, chunk_stride, BLOCK
 
 
 @triton.jit
+def load_chunk(
+    logits_ptr,
+    distance_ptr,
+    row,
+    row_units,
+    vocab_units,
+    UNIT: tl.constexpr,
+    WIDE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Load the chunk of the first axis of the grid, in the layout of `tile_ops.id_in_chunk`.
+
+    Returns:
+        [GROUP // WIDE, CHUNK // GROUP * WIDE] float32, -inf beyond the vocabulary; a thread holds
+        all of axis 0, and so all 32 ids of each of its words.
+    """
+    COLUMNS: tl.constexpr = CHUNK // GROUP * WIDE
+    ids = tl.program_id(0) * CHUNK + tl.arange(0, GROUP // WIDE)[:, None] * COLUMNS
+    ids += tl.arange(0, COLUMNS)[None, :]
+    # products with the constant UNIT, so that the compiler sees what divides them
+    row_ptr = logits_ptr + (tl.load(distance_ptr) + row * row_units) * UNIT
+    value = tl.load(row_ptr + ids, mask=ids < vocab_units * UNIT, other=-float("inf"))
+    return value.to(tl.float32)
+
+
+@triton.jit
 def top_p_depth(top_p, total, vocab_size):
     """Return how many nats below the maximum the cut of top_p is at most."""
     # ids with less than (1 - p) / V of the probability have less than 1 - p of it together

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from rollout.kernels import launch
-from rollout.kernels.cut_order import NO_LIMIT, WIDE_ROW, cut_key, row_cut
+from rollout.kernels.cut_order import NO_LIMIT, WIDE_ROW, cut_key, load_chunk, row_cut
 from rollout.kernels.launch import CaptureScratch
 from rollout.kernels.tile_ops import (
     exp_nonpositive,
@@ -142,16 +142,11 @@ def _pivot_kernel(
     row = tl.program_id(1).to(tl.int64)
     if tl.load(state_ptr + row) != WIDE_ROW:
         return
-    vocab_size = vocab_units * UNIT
-    top_k, _p, _cut = row_cut(kinds_ptr, top_k_ptr, top_p_ptr, row, vocab_size)
+    top_k, _p, _cut = row_cut(kinds_ptr, top_k_ptr, top_p_ptr, row, vocab_units * UNIT)
     largest = tl.load(bracket_ptr + row * 3 + 2)
-    # a thread holds all of axis 0
-    COLUMNS: tl.constexpr = CHUNK // GROUP * WIDE
-    ids = chunk * CHUNK + tl.arange(0, GROUP // WIDE)[:, None] * COLUMNS
-    ids += tl.arange(0, COLUMNS)[None, :]
-    # products with the constant UNIT, so that the compiler sees what divides them
-    row_ptr = logits_ptr + (tl.load(distance_ptr) + row * row_units) * UNIT
-    value = tl.load(row_ptr + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
+    value = load_chunk(
+        logits_ptr, distance_ptr, row, row_units, vocab_units, UNIT, WIDE, CHUNK, GROUP
+    )
     power = exp_nonpositive(value - largest)
     at = (row * chunk_stride + chunk) * PIVOTS
     pivots_ptr += row * PIVOTS
@@ -268,14 +263,13 @@ def _gather_kernel(
     if low == -float("inf"):
         return
     high = tl.load(bracket_ptr + row * 3 + 1)
+    value = load_chunk(
+        logits_ptr, distance_ptr, row, row_units, vocab_units, UNIT, WIDE, CHUNK, GROUP
+    )
+    inside = (value >= low) & (value < high)
     WORDS: tl.constexpr = CHUNK // GROUP
     across = tl.arange(0, GROUP // WIDE)[:, None]
     column = tl.arange(0, WORDS * WIDE)[None, :]
-    in_chunk = across * (WORDS * WIDE) + column
-    chunk_ptr = logits_ptr + (tl.load(distance_ptr) + row * row_units) * UNIT + chunk * CHUNK
-    inside = chunk * CHUNK + in_chunk < vocab_units * UNIT
-    value = tl.load(chunk_ptr + in_chunk, mask=inside, other=-float("inf")).to(tl.float32)
-    inside = (value >= low) & (value < high)
     bits = tl.sum(inside.to(tl.int32) << (across * WIDE + column % WIDE), axis=0)
     words = tl.sum(tl.reshape(bits, [WORDS, WIDE]), axis=1).to(tl.uint32, bitcast=True)
     upto = tl.cumsum(popcount(words), axis=0)
@@ -284,6 +278,7 @@ def _gather_kernel(
         return
     # the order within the list is of no account
     start = tl.atomic_add(bracket_count_ptr + row * 2, number)
+    chunk_ptr = logits_ptr + (tl.load(distance_ptr) + row * row_units) * UNIT + chunk * CHUNK
     for first in range(0, number, BLOCK):
         rank = first + tl.arange(0, BLOCK)
         word, before = word_of_rank(upto, rank, WORDS)

@@ -51,11 +51,14 @@ DRAW_WARPS = 1
 NOISE_WARPS = 4
 NOISE_REGISTERS = 128
 """Registers of a thread where noise is added to all ids."""
+# the same step not truncated, top_p .95 of 8 to 4,000 ids: .19 to .57 ms with the passes above,
+# against 256 to 1,024 words, 4 to 16 pivots, 1 to 16 warps, blocks half and twice as large
 CUT_WORDS = 1024
 """Words in which a row's candidates for the cut may be, or else the row is a wide one."""
 CUT_LIST = CUT_WORDS * GROUP
 """Candidates that are listed; where there are more, the row's logits are read again."""
 CUT_PIVOTS = 8
+"""Logits of a wide row at and above which the mass is taken."""
 CUT_READ_WARPS = 4
 CUT_HEAD_WARPS = 8
 CUT_HEAD_REGISTERS = 128
