@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from rollout.dataset import DatasetWriter
 from rollout.engine import Engine
 from rollout.pipeline import generate
 from rollout.rows import RolloutRow
+from rollout.run import Run
 
 pytestmark = pytest.mark.engine
 
@@ -45,13 +45,21 @@ def wide_job(model: Path, folder: Path, *, prompts: int, max_tokens: int, budget
 def test_a_slow_output_admits_fewer_and_loses_nothing(
     wide_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stock = DatasetWriter.commit_part
+    held = threading.Event()
+    commit, room = DatasetWriter.commit_part, Run._room
 
     def slow(self: DatasetWriter, unit: str, rows: Sequence[RolloutRow], *rest: Any) -> Any:
-        time.sleep(0.3)
-        return stock(self, unit, rows, *rest)
+        assert held.wait(60)  # slower than any engine, on a busy machine too
+        return commit(self, unit, rows, *rest)
+
+    def noticed(self: Run) -> int:
+        allowed = room(self)
+        if not allowed:
+            held.set()
+        return allowed
 
     monkeypatch.setattr(DatasetWriter, "commit_part", slow)
+    monkeypatch.setattr(Run, "_room", noticed)
     # 12 rollouts in flight hold 3 MiB at most, all of them 10 MiB
     job = wide_job(wide_model, tmp_path, prompts=40, max_tokens=16, budget=4 * MIB)
     summary = generate(job, show_progress=False)
