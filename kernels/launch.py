@@ -208,9 +208,11 @@ class CaptureScratch:
     head_groups: torch.Tensor
     """[R, top] int32, the groups that hold the head."""
     word_max: torch.Tensor
-    """[R, C * groups] float32, the largest logit of each word of a row that is cut."""
+    """[R, C * groups] float32, the largest logit of each word of a row that is cut; [1, 1] if none
+    may be."""
     cut_words: torch.Tensor
-    """[R, CUT_WORDS] int32, the words in which the candidates for the cut are."""
+    """[R, CUT_WORDS] int32, the words in which the candidates for the cut are; [1, CUT_WORDS] if no
+    rows may be cut."""
     num_cut_words: torch.Tensor
     """[R] int32, how many."""
     cut_state: torch.Tensor
@@ -229,7 +231,8 @@ class CaptureScratch:
     bracket_count: torch.Tensor
     """[R, 2] int32, the ids within the bracket and above it."""
     bracket_keys: torch.Tensor
-    """[R, CUT_LIST] int64, the ids within the bracket, as keys that order them."""
+    """[R, CUT_LIST] int64, the ids within the bracket, as keys that order them; [1, CUT_LIST] if no
+    rows may be cut."""
     cut_value: torch.Tensor
     """[R] float32, the logit of the last id that is kept."""
     cut_id: torch.Tensor
@@ -243,7 +246,14 @@ class CaptureScratch:
 
     @classmethod
     def allocate(
-        cls, *, max_rows: int, vocab_size: int, top: int, draws: int, device: torch.device
+        cls,
+        *,
+        max_rows: int,
+        vocab_size: int,
+        top: int,
+        draws: int,
+        cut: bool,
+        device: torch.device,
     ) -> CaptureScratch:
         """Allocate working memory for steps of up to `max_rows` rows.
 
@@ -252,6 +262,7 @@ class CaptureScratch:
             vocab_size: the widest logits row.
             top: ids recorded of a TOP row.
             draws: independent samples of every row.
+            cut: whether rows may be cut, which takes .3 MB a row.
             device: where the logits are.
 
         Returns:
@@ -266,6 +277,7 @@ class CaptureScratch:
         groups = chunks * (CHUNK // GROUP)
         wide = (max_rows, groups)
         none = (1, 1)
+        cut_rows = max_rows if cut else 1
 
         def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -284,8 +296,8 @@ class CaptureScratch:
             chunk_best=zeros((max_rows, chunks), torch.int64),
             best_score=zeros((max_rows,), torch.int64),
             head_groups=zeros((max_rows, max(top, 1)), torch.int32),
-            word_max=zeros(wide, torch.float32),
-            cut_words=zeros((max_rows, CUT_WORDS), torch.int32),
+            word_max=zeros(wide if cut else none, torch.float32),
+            cut_words=zeros((cut_rows, CUT_WORDS), torch.int32),
             num_cut_words=zeros((max_rows,), torch.int32),
             cut_state=zeros((max_rows,), torch.int32),
             cut_pivots=zeros((max_rows, CUT_PIVOTS), torch.float32),
@@ -294,7 +306,7 @@ class CaptureScratch:
             bracket=zeros((max_rows, 3), torch.float32),
             bracket_mass=zeros((max_rows, 2), torch.float64),
             bracket_count=zeros((max_rows, 2), torch.int32),
-            bracket_keys=zeros((max_rows, CUT_LIST), torch.int64),
+            bracket_keys=zeros((cut_rows, CUT_LIST), torch.int64),
             cut_value=zeros((max_rows,), torch.float32),
             cut_id=zeros((max_rows,), torch.int32),
             cut_bound=zeros((max_rows,), torch.int64),
@@ -318,12 +330,14 @@ class CaptureScratch:
             return logits, self.no_distance
         return self.anchor.view(logits.dtype), distance
 
-    def check(self, *, vocab_size: int, top: int) -> None:
+    def check(self, *, rows: int, vocab_size: int, top: int, cut: bool) -> None:
         """Refuse a step that this working memory is too small for.
 
         Args:
-            vocab_size: the width of the step's logits.
+            rows: of the step.
+            vocab_size: the width of its logits.
             top: ids recorded of a TOP row.
+            cut: whether rows are cut.
 
         Raises:
             ValueError: it is too small.
@@ -335,6 +349,8 @@ class CaptureScratch:
             )
         if (top > 0 and self.group_max.shape[1] != groups) or top > self.head_groups.shape[1]:
             raise ValueError(f"top: got {top}, more than `out` was allocated for")
+        if cut and rows > self.bracket_keys.shape[0]:
+            raise ValueError("draw.cut: got one, expected none as `out` was allocated for")
 
     @property
     def num_bytes(self) -> int:

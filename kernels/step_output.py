@@ -98,7 +98,8 @@ class StepOutput:
             draws: independent samples of every row, K.
             device: where the logits are.
             scratch: the working memory of another slot on the same launch stream, to share it;
-                steps of one stream run one after the other. None allocates one.
+                steps of one stream run one after the other. None allocates one, in which rows may
+                be cut if there are no draws.
 
         Returns:
             Buffers that are zero throughout.
@@ -114,7 +115,12 @@ class StepOutput:
         place = torch.device(device)
         if scratch is None:
             scratch = CaptureScratch.allocate(
-                max_rows=max_rows, vocab_size=vocab_size, top=top, draws=draws, device=place
+                max_rows=max_rows,
+                vocab_size=vocab_size,
+                top=top,
+                draws=draws,
+                cut=draws == 0,
+                device=place,
             )
         header = torch.zeros(cls.header_bytes(max_rows, draws), dtype=torch.uint8, device=place)
         return cls(

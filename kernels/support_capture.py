@@ -24,6 +24,12 @@ __all__ = ["RowFlag", "RowKind", "StepOutput", "capture_step", "capture_step_ref
 
 # N rows of logits, M >= N rows of the step, V vocabulary, K draws; R >= M rows of the buffers
 
+_ROW_DTYPES = {
+    "kinds": torch.int8,
+    "draw.cut.top_k": torch.int32,
+    "draw.cut.top_p": torch.float32,
+}  # of the others, int64
+
 
 def capture_step(
     logits: torch.Tensor,  # [N, V]
@@ -72,10 +78,15 @@ def capture_step(
     of_rows = {"sampled_ids": sampled_ids, "seeds": seeds, "positions": positions}
     if draw is not None:
         of_rows |= {"draw.seeds": draw.seeds, "draw.lead": draw.lead}
-        if draw.cut is not None and draws:
+    cut = None if draw is None else draw.cut
+    if cut is not None:
+        of_rows |= {"draw.cut.top_k": cut.top_k, "draw.cut.top_p": cut.top_p}
+        if draws:
             raise ValueError(f"draws: got {draws}, expected 0 where the rows are cut here")
-    _check(logits, kinds, out, top, draws, of_rows)
-    if kinds.shape[0] == 0:
+    _check(logits, kinds, out, draws, of_rows)
+    rows, vocab_size = kinds.shape[0], logits.shape[1]
+    out.scratch.check(rows=rows, vocab_size=vocab_size, top=top, cut=cut is not None)
+    if rows == 0:
         out.offsets[:1] = 0
         return
     if choose_impl(logits, impl) == "reference":
@@ -85,8 +96,8 @@ def capture_step(
             logits, sampled_ids, kinds, out, top=top, draws=draws, seeds=seeds, positions=positions
         )
         return
-    if draw is not None and draw.cut is not None:
-        launch_support_cut(logits, kinds, draw.cut, out.scratch, distance)
+    if cut is not None:
+        launch_support_cut(logits, kinds, cut, out.scratch, distance)
     launch_row_stats(logits, sampled_ids, kinds, out, top, draw, positions, distance)
     launch_pack(logits, sampled_ids, kinds, out, draw, positions, distance)
     if draw is not None:
@@ -101,7 +112,6 @@ def _check(
     logits: torch.Tensor,
     kinds: torch.Tensor,
     out: StepOutput,
-    top: int,
     draws: int,
     of_rows: dict[str, torch.Tensor],
 ) -> None:
@@ -119,7 +129,7 @@ def _check(
     if rows < logits.shape[0]:
         raise ValueError(f"kinds: got {rows}, expected at least {logits.shape[0]} as logits has")
     for name, tensor in {"kinds": kinds, **of_rows}.items():
-        dtype = torch.int8 if tensor is kinds else torch.int64
+        dtype = _ROW_DTYPES.get(name, torch.int64)
         if tensor.shape != (rows,) or tensor.dtype != dtype or not tensor.is_contiguous():
             raise ValueError(
                 f"{name}: got {list(tensor.shape)} {tensor.dtype}, "
@@ -135,7 +145,6 @@ def _check(
         raise ValueError(f"kinds: {rows} rows, expected at most {out.counts.shape[0]} as `out` has")
     if draws != out.draws.shape[1]:
         raise ValueError(f"draws: got {draws}, expected {out.draws.shape[1]} as `out` has")
-    out.scratch.check(vocab_size=logits.shape[1], top=top)
 
 
 def capture_step_reference(

@@ -24,7 +24,7 @@ from oracle_capture import (
     read_rows,
 )
 
-from rollout.kernels.launch import CHUNK, SPARSE, TAKE_BLOCK
+from rollout.kernels.launch import CHUNK, SPARSE, TAKE_BLOCK, CaptureScratch
 from rollout.kernels.support_capture import StepOutput, capture_step
 from rollout.kernels.support_cut import SupportCut
 from rollout.kernels.token_draw import TokenDraw, tokens_reference
@@ -275,20 +275,35 @@ def test_a_full_step_on_the_gpu(kept: int) -> None:
     assert torch.all(error <= 5e-7 + 2.0**-23 * exact[:, 0].abs())
 
 
-def test_draws_of_rows_that_are_cut_are_refused() -> None:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    out = StepOutput.allocate(max_rows=1, vocab_size=8, capacity=8, top=0, draws=2, device=device)
-    rows = torch.zeros(1, dtype=torch.int64, device=device)
-    cut = SupportCut(top_k=rows.int(), top_p=torch.full((1,), 0.5, device=device))
+@pytest.mark.parametrize(
+    ("draws", "memory", "top_k", "message"),
+    [
+        (2, True, torch.int32, "draws: got 2, expected 0"),
+        (0, False, torch.int32, "draw.cut: got one, expected none"),
+        (0, True, torch.int64, r"draw.cut.top_k: got \[2\] torch.int64, .* torch.int32"),
+    ],
+)
+def test_cuts_that_would_go_wrong_are_refused(
+    draws: int, memory: bool, top_k: torch.dtype, message: str
+) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    scratch = CaptureScratch.allocate(
+        max_rows=2, vocab_size=8, top=0, draws=draws, cut=memory, device=device
+    )
+    out = StepOutput.allocate(
+        max_rows=2, vocab_size=8, capacity=8, top=0, draws=draws, device=device, scratch=scratch
+    )
+    rows = torch.zeros(2, dtype=torch.int64, device=device)
+    cut = SupportCut(top_k=rows.to(top_k), top_p=torch.full((2,), 0.5, device=device))
     draw = TokenDraw(add_noise=add_noise, seeds=rows, lead=rows, cut=cut)
-    with pytest.raises(ValueError, match="draws: got 2, expected 0"):
+    with pytest.raises(ValueError, match=message):
         capture_step(
-            torch.zeros(1, 8, device=device),
+            torch.zeros(2, 8, device=device),
             rows.clone(),
-            torch.ones(1, dtype=torch.int8, device=device),
+            torch.ones(2, dtype=torch.int8, device=device),
             out,
             top=0,
-            draws=2,
+            draws=draws,
             seeds=rows,
             positions=rows,
             draw=draw,

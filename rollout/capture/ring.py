@@ -33,7 +33,7 @@ from rollout.capture.step_slot import Drawn, StepSlot
 from rollout.capture.warm_steps import warm_steps
 from rollout.kernels.copy_out import copy_out
 from rollout.kernels.fetch_step import fetch_step
-from rollout.kernels.launch import distance, row_unit, stream_handle
+from rollout.kernels.launch import CaptureScratch, distance, row_unit, stream_handle
 from rollout.kernels.support_capture import StepOutput, capture_step
 from rollout.spool import FLAG_LOST, SpoolWriter, StepBlock
 
@@ -78,11 +78,18 @@ class RingRecorder:
         self._device = device
         self._vocab_size = vocab_size
         self._add_noise = add_noise
-        self._slots: list[StepSlot] = []
-        for _ in range(slots):
-            # steps run one after the other on the launch stream: one working memory serves all
-            scratch = self._slots[0].out.scratch if self._slots else None
-            self._slots.append(StepSlot(settings, max_rows, vocab_size, device, scratch))
+        # steps run one after the other on the launch stream: one working memory serves all
+        scratch = CaptureScratch.allocate(
+            max_rows=max_rows,
+            vocab_size=vocab_size,
+            top=settings.top,
+            draws=settings.draws,
+            cut=add_noise is not None and settings.draws == 0,
+            device=device,
+        )
+        self._slots = [
+            StepSlot(settings, max_rows, vocab_size, device, scratch) for _ in range(slots)
+        ]
         self._ring = SharedRing.create(_layout(self._slots[0].out, slots, max_rows))
         memory = torch.from_numpy(self._ring.memory)
         _pin(memory)
@@ -113,8 +120,7 @@ class RingRecorder:
     def device_bytes(self) -> int:
         """Bytes held on the device."""
         slots = sum(slot.out.num_bytes + 8 * slot.words.numel() for slot in self._slots)
-        scratch = self._slots[0].out.scratch
-        return slots + (scratch.num_bytes if scratch is not None else 0)
+        return slots + self._slots[0].out.scratch.num_bytes
 
     @property
     def error(self) -> str | None:

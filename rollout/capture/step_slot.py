@@ -37,7 +37,7 @@ class StepSlot:
         rows: int,
         vocab: int,
         device: torch.device,
-        scratch: CaptureScratch | None,
+        scratch: CaptureScratch,
     ) -> None:
         """Allocate them, here and on the device.
 
@@ -46,7 +46,7 @@ class StepSlot:
             rows: most rows of a step.
             vocab: widest row of logits.
             device: a CUDA device.
-            scratch: another slot's working memory, to share it.
+            scratch: the working memory of all slots.
         """
         self._draws = settings.draws
         self.out = StepOutput.allocate(
