@@ -30,7 +30,7 @@ from rollout.kernels.tile_ops import exp_nonpositive, head_bound, id_in_chunk, k
 # N rows of logits, M >= N rows of the step, V vocabulary, C chunks of CHUNK ids
 
 _TOP_K_DEPTH = tl.constexpr(24.0)
-"""Nats below the maximum within which the k-th id of a wide row is looked for by pivots."""
+"""Nats below the maximum within which the k-th id is looked for by pivots, if it has no bound."""
 _BISECTIONS = tl.constexpr(12)
 
 
@@ -180,8 +180,8 @@ def _word_kernel(
 def _mass_bounds(weight, depth, target):
     """Return two depths below the maximum: weights down to the first have the target mass.
 
-    Those down to the second may not. Where the weights have less altogether, both are `depth`;
-    where the highest has more, both are 0.
+    Those down to the second have not. Where the weights have less altogether, the first is `depth`;
+    where the highest has more, the second is 0.
 
     Args:
         weight: float32 tile, exp(maximum of a word - maximum of the row).
@@ -260,10 +260,11 @@ def _head_kernel(
         key = order_key(most)
         lowest = order_key(tl.full((), -float("inf"), tl.float32)) + 1
         number = tl.sum((key >= lowest).to(tl.int32))
+        # of fewer words than k all ids that are not masked are candidates
         bound = lowest
         if number > top_k:
             bound = head_bound(key, top_k, lowest, largest)
-        # of fewer words than k all ids that are not masked are candidates
+            deep = largest - key_value(bound)
         low = key_value(bound)
         found = tl.minimum(number, top_k) <= MOST
     else:

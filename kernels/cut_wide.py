@@ -16,7 +16,9 @@ from rollout.kernels.launch import CaptureScratch
 from rollout.kernels.tile_ops import (
     exp_nonpositive,
     id_in_chunk,
+    key_value,
     nth_set_bit,
+    order_key,
     popcount,
     word_of_rank,
 )
@@ -223,11 +225,13 @@ def _bracket_kernel(
         target = top_p.to(tl.float64) * kept_mass
         reaches_p = tl.sum((masses < target).to(tl.int32), axis=0)
     first = tl.minimum(reaches_k, reaches_p)
+    # where no pivot reaches k, all ids that are not masked are candidates
+    least = key_value(order_key(tl.full((), -float("inf"), tl.float32)) + 1)
     if top_k < NO_LIMIT:
-        low = _at(pivots, reaches_k, -float("inf"))
+        low = _at(pivots, reaches_k, least)
     else:
         first = tl.minimum(first, PIVOTS - 1)
-        low = _at(pivots, first, -float("inf"))
+        low = _at(pivots, first, least)
     high = _at(pivots, first - 1, float("inf"))
     mass_above = _at(masses, first - 1, 0.0)
     count_above = _at(counts, first - 1, 0)
@@ -260,8 +264,6 @@ def _gather_kernel(
     if tl.load(state_ptr + row) != WIDE_ROW:
         return
     low = tl.load(bracket_ptr + row * 3)
-    if low == -float("inf"):
-        return
     high = tl.load(bracket_ptr + row * 3 + 1)
     value = load_chunk(
         logits_ptr, distance_ptr, row, row_units, vocab_units, UNIT, WIDE, CHUNK, GROUP

@@ -27,6 +27,9 @@ SPARSE = 512
 A wider row is packed by a program a chunk, by searches among the chunk's words in registers.
 """
 
+MAX_CUT_VOCAB = 2**21
+"""The widest row that is cut here: keys and masses of wider ones would not fit 64 bits."""
+
 MAX_TOP = 1024
 """The widest head of a TOP row: one program holds `top * GROUP` candidates."""
 
@@ -72,6 +75,16 @@ CUT_SEARCH_BLOCK = 512
 TAKE_BLOCK = 128
 """Rows whose sampled token one program takes."""
 TAKE_WARPS = 4
+
+
+def can_cut(vocab_size: int, draws: int) -> bool:
+    """Return whether rows may be cut by the capture.
+
+    Args:
+        vocab_size: V.
+        draws: independent samples of every row; they are made of masked logits.
+    """
+    return vocab_size <= MAX_CUT_VOCAB and draws == 0
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
@@ -224,8 +237,7 @@ class CaptureScratch:
     pivot_count: torch.Tensor
     """[R, C, P] int32, the ids of a chunk there, if a count is needed."""
     bracket: torch.Tensor
-    """[R, 3] float32: the cut is not below the first logit, -inf if it may be any, and below the
-    second; and row_max."""
+    """[R, 3] float32: the cut is not below the first logit and below the second; and row_max."""
     bracket_mass: torch.Tensor
     """[R, 2] float64, the sum of exp(logit - row_max) of the row, and above the bracket."""
     bracket_count: torch.Tensor
@@ -330,12 +342,11 @@ class CaptureScratch:
             return logits, self.no_distance
         return self.anchor.view(logits.dtype), distance
 
-    def check(self, *, rows: int, vocab_size: int, top: int, cut: bool) -> None:
+    def check(self, *, vocab_size: int, top: int, cut: bool) -> None:
         """Refuse a step that this working memory is too small for.
 
         Args:
-            rows: of the step.
-            vocab_size: the width of its logits.
+            vocab_size: the width of the step's logits.
             top: ids recorded of a TOP row.
             cut: whether rows are cut.
 
@@ -349,8 +360,12 @@ class CaptureScratch:
             )
         if (top > 0 and self.group_max.shape[1] != groups) or top > self.head_groups.shape[1]:
             raise ValueError(f"top: got {top}, more than `out` was allocated for")
-        if cut and rows > self.bracket_keys.shape[0]:
+        if cut and self.word_max.shape != self.mask_words.shape:
             raise ValueError("draw.cut: got one, expected none as `out` was allocated for")
+        if cut and vocab_size > MAX_CUT_VOCAB:
+            raise ValueError(
+                f"logits: {vocab_size} ids, expected at most {MAX_CUT_VOCAB} with cuts"
+            )
 
     @property
     def num_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""The one read of the logits: maximum, sum and kept ids of each chunk of a row, then of each row.
+"""The first pass over the logits: maximum, sum and kept ids of each chunk of a row, then of rows.
 
 A row is split over several programs, since a step of few rows would otherwise leave most of the
 chip idle. Sums are float32 within a group of 32 ids and float64 above: float32 throughout, with up

@@ -12,7 +12,7 @@ from enum import IntEnum, IntFlag
 
 import torch
 
-from rollout.kernels.launch import CaptureScratch
+from rollout.kernels.launch import CaptureScratch, can_cut
 
 
 class RowKind(IntEnum):
@@ -21,7 +21,7 @@ class RowKind(IntEnum):
     SKIP = 0
     """Nothing: a row that is no sampled token (a discarded prefill row, padding)."""
     KEPT = 1
-    """Every id with a logit above -inf."""
+    """Every id with a logit above -inf; where the step has cuts, those up to the row's."""
     GREEDY = 2
     """The sampled id alone, with logprob 0: the sampler's distribution is one point."""
     TOP = 3
@@ -119,7 +119,7 @@ class StepOutput:
                 vocab_size=vocab_size,
                 top=top,
                 draws=draws,
-                cut=draws == 0,
+                cut=can_cut(vocab_size, draws),
                 device=place,
             )
         header = torch.zeros(cls.header_bytes(max_rows, draws), dtype=torch.uint8, device=place)

@@ -1,10 +1,10 @@
 """Capture of one sampling step: the distribution that every token of the step was drawn from.
 
 log q of an id is (z - max) - log(sum of exp(z - max)) over the row's logits z as the sampler saw
-them: after temperature and with everything that it masked at -inf. One read of the logits gives the
-kept ids as bits, the maximum and the sum; the second pass goes by the bits and touches only what is
-kept. Both are kernels since in torch the same takes several passes over [N, V], a V-wide temporary
-and a wait for the number of entries.
+them: after temperature and with everything that it masked at -inf, or that the capture cuts off
+itself. One read of the logits gives the kept ids as bits, the maximum and the sum; the second pass
+goes by the bits and touches only what is kept. Both are kernels since in torch the same takes
+several passes over [N, V], a V-wide temporary and a wait for the number of entries.
 """
 
 from __future__ import annotations
@@ -84,9 +84,8 @@ def capture_step(
         if draws:
             raise ValueError(f"draws: got {draws}, expected 0 where the rows are cut here")
     _check(logits, kinds, out, draws, of_rows)
-    rows, vocab_size = kinds.shape[0], logits.shape[1]
-    out.scratch.check(rows=rows, vocab_size=vocab_size, top=top, cut=cut is not None)
-    if rows == 0:
+    out.scratch.check(vocab_size=logits.shape[1], top=top, cut=cut is not None)
+    if kinds.shape[0] == 0:
         out.offsets[:1] = 0
         return
     if choose_impl(logits, impl) == "reference":

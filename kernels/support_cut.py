@@ -225,8 +225,8 @@ def _search_kernel(
     largest = tl.load(bracket_ptr + row * 3 + 2)
     total = tl.load(bracket_mass_ptr + row * 2)
     number = tl.load(bracket_count_ptr + row * 2)
-    # of many equal logits, or a k out of the pivots' reach, the list does not hold all
-    whole = (low == -float("inf")) | (number > LIST)
+    # of many equal logits, for one, the list does not hold all
+    whole = number > LIST
     number = tl.where(whole, vocab_size, number)
     mass_above = tl.where(whole, 0.0, tl.load(bracket_mass_ptr + row * 2 + 1))
     count_above = tl.where(whole, 0, tl.load(bracket_count_ptr + row * 2 + 1))

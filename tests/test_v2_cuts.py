@@ -146,6 +146,24 @@ def test_vllm_truncates_what_it_draws(
     assert len(case.drawn) == 1
 
 
+@pytest.mark.parametrize("wanted", ["logprobs", "masks"])
+def test_vllm_truncates_what_it_reports_of(monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
+    case = Drawing(monkeypatch, truncates=True)
+    case.runner.add("a", 3, 1, KEPT, 5, 1.0)
+    sampler = case.runner.sampler
+    hooked = sampler.sample
+    if wanted == "masks":
+        monkeypatch.setattr(sampler, "return_sampling_mask", True, raising=False)
+    else:
+        monkeypatch.setattr(sampler, "sample", lambda logits: hooked(logits, return_logprobs=True))
+    assert case.tokens(decode("a", 3, 1)) == [CUT]
+    assert not case.drawn
+    assert len(case.recorded) == 1
+    monkeypatch.setattr(sampler, "return_sampling_mask", False, raising=False)
+    monkeypatch.setattr(sampler, "sample", hooked)
+    assert case.tokens(decode("a", 3, 2)) == [3]
+
+
 def test_vllm_warms_up_without_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Drawing(monkeypatch, truncates=True)
     case.runner.sampler.sampling_states.top_k.np[:] = 5
@@ -351,7 +369,8 @@ def test_the_capture_truncates_if_its_tokens_are_those_of_a_sort(
     monkeypatch.setattr(case.adapter, "_stock_draw", stock_draw)
     assert case.adapter.check_cut(try_draw) == agrees
     assert ("vLLM truncates" in caplog.text) == (not agrees)
-    assert len(seen) == 32
+    assert len(seen) == 64
+    assert {kind for kind, *_ in seen[32:]} == {KEPT}
     assert {kind for kind, *_ in seen} == {KEPT, TOP, GREEDY, NONE}
     # vLLM has no cut for the other kinds
     assert {(k, p) for kind, k, p, _ in seen if kind != KEPT} == {(VOCAB, 1.0)}

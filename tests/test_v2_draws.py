@@ -92,8 +92,8 @@ def test_the_capture_draws_if_every_kind_agrees(
         return tokens
 
     assert case.adapter.check_draw(try_draw) == (kind is None)
-    assert set(seen) == {KEPT, TOP, GREEDY, NONE}
-    assert len(seen) == 32
+    assert set(seen[:32]) == {KEPT, TOP, GREEDY, NONE}
+    assert seen[32:] == 32 * [KEPT]  # their launches are others
     assert ("vLLM draws the tokens" in caplog.text) == (kind is not None)
 
 

@@ -76,7 +76,9 @@ class Sampler:
 
     def add_request(self, *_: object) -> None: ...
 
-    def sample(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def sample(
+        self, logits: torch.Tensor, return_logprobs: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         states, slots = self.sampling_states, self.slots
         top_k, top_p = (torch.from_numpy(s.np[slots]) for s in (states.top_k, states.top_p))
         k = top_k if (top_k != VOCAB).any() else None

@@ -14,6 +14,7 @@ import torch
 from rollout.capture.batch import BatchRows
 from rollout.capture.request import CaptureSettings
 from rollout.capture.ring import RingRecorder
+from rollout.kernels.launch import can_cut
 from rollout.kernels.support_capture import StepOutput, capture_step
 from rollout.kernels.support_cut import SupportCut
 from rollout.kernels.token_draw import TokenDraw
@@ -98,7 +99,7 @@ class CaptureCore:
                 vocab_size=vocab_size,
                 add_noise=add_noise,
             )
-        self.can_truncate = settings.draws == 0
+        self.can_truncate = can_cut(vocab_size, settings.draws)
         """Whether rows may come with a cut: recorded draws are made of masked logits."""
         self._recording = False
         self._steps = 0

@@ -33,7 +33,13 @@ from rollout.capture.step_slot import Drawn, StepSlot
 from rollout.capture.warm_steps import warm_steps
 from rollout.kernels.copy_out import copy_out
 from rollout.kernels.fetch_step import fetch_step
-from rollout.kernels.launch import CaptureScratch, distance, row_unit, stream_handle
+from rollout.kernels.launch import (
+    CaptureScratch,
+    can_cut,
+    distance,
+    row_unit,
+    stream_handle,
+)
 from rollout.kernels.support_capture import StepOutput, capture_step
 from rollout.spool import FLAG_LOST, SpoolWriter, StepBlock
 
@@ -84,7 +90,7 @@ class RingRecorder:
             vocab_size=vocab_size,
             top=settings.top,
             draws=settings.draws,
-            cut=add_noise is not None and settings.draws == 0,
+            cut=add_noise is not None and can_cut(vocab_size, settings.draws),
             device=device,
         )
         self._slots = [
@@ -136,7 +142,8 @@ class RingRecorder:
             dtypes: types that logits may have.
         """
         most = min(8, self._slots[0].out.counts.numel())
-        draws_tokens, truncates = self._add_noise is not None, not self._settings.draws
+        draws_tokens = self._add_noise is not None
+        truncates = can_cut(self._vocab_size, self._settings.draws)
         for dtype, n in itertools.product(dtypes, (1, most)):
             logits = torch.zeros(n, self._vocab_size, dtype=dtype, device=self._device)
             sampled = torch.zeros(n, dtype=torch.int64, device=self._device)

@@ -56,10 +56,11 @@ class V2Adapter:
         self.truncates = False
         """Whether KEPT rows are truncated there too, see `RowNoise.cut`; only if `check_cut`."""
         self._batch: Any = None
-        # what lives no longer than a step: its rows, whether on_draw has it, and with what vLLM
-        # would truncate its logits, which are not masked then
+        # what lives no longer than a step: its rows, whether on_draw has it, whether vLLM is to
+        # mask its logits, and with what vLLM would have truncated them where they are not masked
         self._rows_now: BatchRows | None = None
         self._taken = False
+        self._needs_mask = False
         self._put_off: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         slots = self._slots = runner.max_num_reqs
         self._kinds = np.zeros(slots, np.int8)
@@ -103,6 +104,9 @@ class V2Adapter:
     def _sample(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         logits = kwargs["logits"] if "logits" in kwargs else args[0]
         self._taken = False
+        # vLLM makes both of what it has masked; requests of a job ask for neither
+        masks = getattr(self._sampler, "return_sampling_mask", False)
+        self._needs_mask = bool(kwargs.get("return_logprobs") or masks)
         sampled, masked = self._stock_sample(*args, **kwargs)
         assert self._put_off is None, "the tokens were drawn from logits that nobody had masked"
         # vLLM's warm-up calls the sampler without a batch of requests
@@ -189,6 +193,8 @@ class V2Adapter:
     def _noise_now(self) -> RowNoise | None:
         """Return by what the capture draws this step; null if vLLM draws it."""
         if self.on_draw is None or self.on_step is None or self._batch is None:
+            return None
+        if self._needs_mask:
             return None
         return self._rows().noise
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Final
 
@@ -13,10 +14,12 @@ from rollout.capture.batch import BatchRows, RowCut, RowNoise
 from rollout.capture.request import GREEDY, KEPT, NONE, TOP
 from rollout.kernels.support_cut import SupportCut, cut_reference
 
-TRIED_ROWS: Final = 32
-"""Rows whose tokens are compared."""
+_HALF: Final = 32
+TRIED_ROWS: Final = 2 * _HALF
+"""Rows whose tokens are compared: half of them of all kinds, half KEPT, which has launches of its
+own."""
 # top-k and top-p of the rows that are cut, to one id and to nearly all; a top-k of 0 is none
-_CUTS: Final = ((3, 1.0), (0, 0.9), (20, 0.5), (0, 0.05), (1000, 0.8), (0, 0.999), (1, 1.0))
+_CUTS: Final = ((3, 1.0), (0, 0.9), (20, 0.5), (0, 0.05), (5000, 0.8), (0, 0.999), (1, 1.0))
 
 TryDraw = Callable[[torch.Tensor, BatchRows], torch.Tensor]
 """Draws the tokens, [N] int64, of logits [N, V] and N rows."""
@@ -46,8 +49,9 @@ def compare_draws(
     """
     # as many rows at a time as there may be, so that every kind comes
     others = 0
-    for first in range(0, TRIED_ROWS, rows_at_once):
-        number = np.arange(first, min(first + rows_at_once, TRIED_ROWS))
+    for first in itertools.chain(*(range(half, half + _HALF, rows_at_once) for half in (0, _HALF))):
+        end = (first // _HALF + 1) * _HALF
+        number = np.arange(first, min(first + rows_at_once, end))
         logits, batch = _random_step(number, vocab_size, device, cut=cut)
         noise = batch.noise
         assert noise is not None
@@ -70,6 +74,7 @@ def _random_step(
     """Return logits [N, V] and rows of all kinds that count, by the rows' numbers [N]."""
     rows, first = len(number), int(number[0])
     kinds = np.array([KEPT, TOP, KEPT, GREEDY, KEPT, NONE], np.int8)[number % 6]
+    kinds[number >= _HALF] = KEPT
     generator = torch.Generator(device).manual_seed(first)
     logits = torch.randn(rows, vocab_size, generator=generator, device=device)
     # from some ids to all of them
@@ -89,7 +94,7 @@ def _random_step(
         noise=RowNoise(
             seeds=seeds,
             lead=number * 1001,
-            untruncated=True,
+            untruncated=bool((kinds > KEPT).any()),
             cut=_tried_cut(number, kinds, vocab_size) if cut else None,
         ),
     )
