@@ -264,7 +264,8 @@ def _head_kernel(
         bound = lowest
         if number > top_k:
             bound = head_bound(key, top_k, lowest, largest)
-            deep = largest - key_value(bound)
+            # a distance that float32 does not hold would make the pivots NaN
+            deep = tl.minimum(largest - key_value(bound), 3e38)
         low = key_value(bound)
         found = tl.minimum(number, top_k) <= MOST
     else:

@@ -238,7 +238,6 @@ def _bracket_kernel(
     tl.store(bracket_ptr + row * 3, low)
     tl.store(bracket_ptr + row * 3 + 1, high)
     tl.store(bracket_mass_ptr + row * 2 + 1, mass_above)
-    tl.store(bracket_count_ptr + row * 2, 0)
     tl.store(bracket_count_ptr + row * 2 + 1, count_above)
 
 

@@ -73,6 +73,15 @@ def test_more_candidates_than_the_list_holds() -> None:
     assert min(candidates[:4]) > 1024
 
 
+def test_a_k_at_a_distance_that_float32_does_not_hold() -> None:
+    generator = torch.Generator().manual_seed(1)
+    low = -3e38 * (0.5 + 0.5 * torch.rand(3000, generator=generator))
+    logits = torch.where(torch.arange(3000) < 20, 3e38, low)
+    top_k = [10, 40, 700, 2999]
+    states, _ = check(logits.expand(len(top_k), -1).contiguous(), [(k, 1.0) for k in top_k])
+    assert states[1:] == 3 * [WIDE_ROW.value]
+
+
 def test_random_steps() -> None:
     generator = np.random.default_rng(8)
     states: list[int] = []
