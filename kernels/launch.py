@@ -28,7 +28,7 @@ A wider row is packed by a program a chunk, by searches among the chunk's words 
 """
 
 MAX_CUT_VOCAB = 2**21
-"""The widest row that is cut here: keys and masses of wider ones would not fit 64 bits."""
+"""The widest row that is cut here: a key has 22 bits for an id, one of them to spare."""
 
 MAX_TOP = 1024
 """The widest head of a TOP row: one program holds `top * GROUP` candidates."""
@@ -54,8 +54,8 @@ DRAW_WARPS = 1
 NOISE_WARPS = 4
 NOISE_REGISTERS = 128
 """Registers of a thread where noise is added to all ids."""
-# the same step not truncated, top_p .95 of 8 to 4,000 ids: .19 to .57 ms with the passes above,
-# against 256 to 1,024 words, 4 to 16 pivots, 1 to 16 warps, blocks half and twice as large
+# the same step not truncated, top_p .95 of 8 to 4,000 ids, against 256 and 512 words, 4 and 16
+# pivots, 1 to 16 warps, blocks half and twice as large
 CUT_WORDS = 1024
 """Words in which a row's candidates for the cut may be, or else the row is a wide one."""
 CUT_LIST = CUT_WORDS * GROUP
@@ -65,7 +65,7 @@ CUT_PIVOTS = 8
 CUT_READ_WARPS = 4
 CUT_HEAD_WARPS = 8
 CUT_HEAD_REGISTERS = 128
-"""Registers of a thread there, so that four programs run at a time."""
+"""Registers of a thread there, so that two programs run at a time."""
 CUT_LIST_BLOCK = 64
 """Words whose ids one program lists."""
 CUT_LIST_WARPS = 4
