@@ -54,8 +54,8 @@ DRAW_WARPS = 1
 NOISE_WARPS = 4
 NOISE_REGISTERS = 128
 """Registers of a thread where noise is added to all ids."""
-# the same step not truncated, top_p .95 of 8 to 4,000 ids, against 256 and 512 words, 4 and 16
-# pivots, 1 to 16 warps, blocks half and twice as large
+# the same step not truncated, top_p .95 of 8 to 55,000 ids, against 256 and 512 words, 4 and 16
+# pivots, 1 to 16 warps, blocks half and twice as large, 512 to 8,192 candidates as few
 CUT_WORDS = 1024
 """Words in which a row's candidates for the cut may be, or else the row is a wide one."""
 CUT_LIST = CUT_WORDS * GROUP
@@ -69,9 +69,15 @@ CUT_HEAD_REGISTERS = 128
 CUT_LIST_BLOCK = 64
 """Words whose ids one program lists."""
 CUT_LIST_WARPS = 4
-CUT_SEARCH_WARPS = 2
-CUT_SEARCH_BLOCK = 512
-"""Candidates that are looked at together."""
+CUT_SEARCH_PIVOTS = 8
+"""Keys that a pass over a row's candidates tries."""
+CUT_FEW = 4096
+"""Candidates up to which one warp searches them."""
+CUT_FEW_BLOCK = 128
+"""Candidates that it looks at together."""
+CUT_SEARCH_BLOCK = 1024
+"""The same where there are more."""
+CUT_SEARCH_WARPS = 8
 TAKE_BLOCK = 128
 """Rows whose sampled token one program takes."""
 TAKE_WARPS = 4

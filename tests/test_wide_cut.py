@@ -25,7 +25,7 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make rows of more than 32 words wide, and let lists overflow at 1,024 candidates."""
     sizes = {"CHUNK": 1024, "CUT_WORDS": 32, "CUT_LIST": 1024, "CUT_LIST_BLOCK": 16}
     # the interpreter takes as long for a block of any size
-    blocks = {"CUT_SEARCH_BLOCK": 4096, "PACK_BLOCK_SPARSE": 1024}
+    blocks = {"CUT_FEW": 512, "CUT_SEARCH_BLOCK": 256, "PACK_BLOCK_SPARSE": 1024}
     for name, value in (sizes | blocks).items():
         monkeypatch.setattr(launch, name, value)
 
