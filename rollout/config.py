@@ -235,9 +235,10 @@ class CaptureConfig(Section):
     """Entries of one sampling step over all its rows; 8 bytes each on the device, several times."""
     top: Int = Field(default=128, ge=0, le=1024)
     """Most probable ids recorded of an untruncated row, beside its tail mass; 0 records neither."""
-    spool_bytes: Int = Field(default=8 * 2**30, ge=2**20)
+    spool_bytes: Annotated[Int, Field(ge=2**20)] | None = None
     """Captured data on the host after which no request is admitted; at twice as much the widest
-    requests are dropped."""
+    requests are dropped. Null: a quarter of the memory that is free at the start, shared out among
+    the host's GPUs, or 8 GiB if that is more and a quarter holds it."""
     draws: Int = Field(default=0, ge=0, le=1024)
     """Independent draws from the sampler's distribution recorded with each token."""
 

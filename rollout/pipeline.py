@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
+from pathlib import Path
 
 from rollout.config import JobConfig, OutputConfig
 from rollout.dataset import DatasetWriter, dataset_exists
 from rollout.engine_start import KeptEngine, LazyEngine
 from rollout.errors import RolloutError, StoppedError
+from rollout.host_memory import spool_budget
 from rollout.lease import Leases
 from rollout.pending import PendingParts
 from rollout.progress import Progress
@@ -50,13 +52,22 @@ def generate(
                 exists = dataset_exists(storage, job.record)
             signals.on_hurry = storage.given_up.set
             with spool_folder() as folder:
+                spool_bytes = spool_budget(config.capture.spool_bytes, Path(folder))
+                _log.info("spool: %s, no request is admitted at %d bytes", folder, spool_bytes)
                 engine = LazyEngine(job, folder) if kept is None else kept.lend(job, folder)
                 signals.on_wake = engine.wake
                 engine.while_starting = signals.interruptible
                 try:
                     if not exists:
                         engine.get()  # an engine that can't start leaves an empty output empty
-                    return _run(job, storage, engine, signals, show_progress=show_progress)
+                    return _run(
+                        job,
+                        storage,
+                        engine,
+                        signals,
+                        spool_bytes=spool_bytes,
+                        show_progress=show_progress,
+                    )
                 finally:
                     engine.close()
         except KeyboardInterrupt:
@@ -101,6 +112,7 @@ def _run(
     engine: LazyEngine,
     signals: StopSignals,
     *,
+    spool_bytes: int,
     show_progress: bool,
 ) -> Summary:
     """Do the work, with what protects it around it."""
@@ -123,6 +135,7 @@ def _run(
         writer,
         engine,
         Progress() if show_progress else None,
+        spool_bytes=spool_bytes,
         leases=leases,
         pending=pending,
         stopping=lambda: signals.requested,

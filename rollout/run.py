@@ -58,6 +58,7 @@ class Run:
         engine: LazyEngine,
         progress: Progress | None = None,
         *,
+        spool_bytes: int,
         leases: Leases | None = None,
         pending: PendingParts | None = None,
         stopping: Callable[[], bool] = lambda: False,
@@ -69,6 +70,7 @@ class Run:
             writer: where it goes.
             engine: what samples; started with the first request.
             progress: where to show how far it is.
+            spool_bytes: captured data on the host after which no request is admitted.
             leases: by which processes share the output; unset, all of it is this one's.
             pending: where to keep what the output does not take.
             stopping: whether to commit what is finished and leave.
@@ -79,8 +81,8 @@ class Run:
         self._progress = progress
         self._stopping = stopping
         config = job.config
-        self._budget = config.capture.spool_bytes
-        self._window = Window(job, engine, stopping)
+        self._budget = spool_bytes
+        self._window = Window(job, engine, stopping, spool_bytes=spool_bytes)
         threads = self._threads = config.output.commit_threads or _threads()
         self._claims = Claims(leases, most=threads)
         self._committer = Committer(
@@ -228,7 +230,8 @@ class Run:
         if self._host_bytes() > 2 * self._budget:
             self._window.drop_widest(
                 f"the host holds more than twice capture.spool_bytes ({self._budget}): the output "
-                "is slower than the engine; raise it, use a faster output or a smaller max_num_seqs"
+                "is slower than the engine, or what is in flight needs more: raise it, use a "
+                "faster output or a smaller max_num_seqs"
             )
             self._take_ended()
         return 0 if over else _WINDOW * engine.max_num_seqs

@@ -17,14 +17,20 @@ from pathlib import Path
 from typing import Final
 
 _MEMORY_DISK: Final = Path("/dev/shm")
+_LEAST_MEMORY: Final = 2**30  # many containers have 64 MiB of it, a second's entries
 _PREFIX: Final = "rollout-job-"
 _LOCK: Final = "owner.lock"
 _UNLOCKED_SECONDS: Final = 60.0  # a folder gets its lock at once, or its maker has died
 
 
 def spool_parent() -> Path:
-    """Where spools are: a memory-backed disk where there is one."""
-    return _MEMORY_DISK if _MEMORY_DISK.is_dir() else Path(tempfile.gettempdir())
+    """Where spools are: a memory-backed disk where there is room, else the temporary folder."""
+    temporary = Path(tempfile.gettempdir())
+    if not _MEMORY_DISK.is_dir():
+        return temporary
+    free = shutil.disk_usage(_MEMORY_DISK).free
+    roomy = free >= _LEAST_MEMORY or free >= shutil.disk_usage(temporary).free
+    return _MEMORY_DISK if roomy else temporary
 
 
 @contextlib.contextmanager

@@ -64,20 +64,28 @@ class _Returned:
 class Window:
     """Requests from their start to their end, whichever engine runs them."""
 
-    def __init__(self, job: ResolvedJob, engine: LazyEngine, stopping: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        job: ResolvedJob,
+        engine: LazyEngine,
+        stopping: Callable[[], bool],
+        *,
+        spool_bytes: int,
+    ) -> None:
         """Start with nothing in flight.
 
         Args:
             job: what is sampled.
             engine: what samples; started with the first request.
             stopping: whether the job is about to leave, so that no engine is started again.
+            spool_bytes: captured data after which no request is admitted.
         """
         self._job = job
         self._engine = engine
         self._stopping = stopping
         self._reader = SpoolReader(engine.spool_folder)
         self._older: list[HeldSegments] = []  # of engines that died
-        self._compact_at = self._budget = job.config.capture.spool_bytes // 2
+        self._compact_at = self._budget = spool_bytes // 2
         self._assembler = Assembler(capacity=job.config.capture.support_capacity)
         self._in_flight: dict[str, Request] = {}
         self._returned: dict[str, _Returned] = {}

@@ -11,9 +11,12 @@ import pytest
 from engine_jobs import make_job, read_rejected, read_rows, write_prompts
 from tiny_model import make_tiny_model
 
+from rollout import host_memory
 from rollout.config import JobConfig
 from rollout.dataset import DatasetWriter
 from rollout.engine import Engine
+from rollout.engine_start import LazyEngine
+from rollout.errors import ConfigError
 from rollout.pipeline import generate
 from rollout.rows import RolloutRow
 from rollout.run import Run
@@ -28,7 +31,9 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("m"), vocab_size=2048, logit_scale=0.3)
 
 
-def wide_job(model: Path, folder: Path, *, prompts: int, max_tokens: int, budget: int) -> JobConfig:
+def wide_job(
+    model: Path, folder: Path, *, prompts: int, max_tokens: int, budget: int | None
+) -> JobConfig:
     """Rows of about 2,000 entries: 16 kB a token."""
     rows = [{"id": f"p{i:02}", "prompt": f"p{i}"} for i in range(prompts)]
     return make_job(
@@ -66,6 +71,16 @@ def test_a_slow_output_admits_fewer_and_loses_nothing(
     assert summary.rollouts_failed == 0
     assert summary.seconds_held > 0.0
     assert len(read_rows(tmp_path / "out")) == 40
+
+
+def test_a_host_without_room_is_told_before_an_engine_starts(
+    wide_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "free_bytes", lambda _: 5 * MIB)
+    job = wide_job(wide_model, tmp_path, prompts=1, max_tokens=1, budget=None)
+    monkeypatch.setattr(LazyEngine, "get", lambda _: pytest.fail("an engine was started"))
+    with pytest.raises(ConfigError, match=f"has room for {5 * MIB} bytes"):
+        generate(job, show_progress=False)
 
 
 def test_an_output_that_stands_still_fails_the_widest_by_name(

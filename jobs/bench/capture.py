@@ -144,7 +144,8 @@ def compare(
     print(
         f"{'':<28} {len(rows)} pairs of {last.committed:.1f} s"
         f"  tail {statistics.median(b.committed - b.sampled for _, b in rows):.2f} s"
-        f"  stalled {sum(b.stalled for _, b in rows):.2f} s"
+        f"  waited {sum(b.waited for _, b in rows):.2f} s"
+        f"  held {sum(b.held for _, b in rows):.2f} s"
         f"  mean entries a token {last.entries / last.tokens:.1f}"
         f"  largest step {last.largest_step}",
         flush=True,

@@ -18,6 +18,7 @@ from random_model import SAMPLES, prompt_ids, resolved_job
 
 from rollout.dataset import DatasetWriter
 from rollout.engine_start import LazyEngine
+from rollout.host_memory import spool_budget
 from rollout.run import Run
 from rollout.storage import Storage
 
@@ -53,7 +54,10 @@ class Timing:
     committed: float
     """Seconds to the last commit; the same where nothing is committed."""
     entries: int = 0
-    stalled: float = 0.0
+    waited: float = 0.0
+    """Seconds in which the sampler waited for a slot of the ring."""
+    held: float = 0.0
+    """Seconds in which no request was admitted."""
     largest_step: int = 0
     cpu: dict[str, float] = field(default_factory=dict)
     """CPU seconds of the job, the engine, the process that takes steps, the ones that write."""
@@ -73,7 +77,8 @@ def run_capture(engine: LazyEngine, model: Path, folder: Path, load: Load) -> Ti
     writer = DatasetWriter.open(Storage.open(job.config.output.path), job.record)
     writer.engine = {"engine": "vllm"}  # asking it for more would drain its pipeline
     engine.get().start_capture(engine.spool_folder)
-    run = Run(job, writer, engine)
+    spool_bytes = spool_budget(job.config.capture.spool_bytes, Path(engine.spool_folder))
+    run = Run(job, writer, engine, spool_bytes=spool_bytes)
     start, before = time.perf_counter(), cpu_seconds()
     run.work()
     committed = time.perf_counter() - start
@@ -88,7 +93,8 @@ def run_capture(engine: LazyEngine, model: Path, folder: Path, load: Load) -> Ti
         sampled=summary.seconds_sampling,
         committed=committed,
         entries=summary.entries,
-        stalled=summary.seconds_waited + summary.seconds_held,
+        waited=summary.seconds_waited,
+        held=summary.seconds_held,
         largest_step=summary.largest_step,
         cpu={name: seconds - before.get(name, 0.0) for name, seconds in cpu.items()},
     )
