@@ -43,8 +43,10 @@ def spool_folder(parent: Path | None = None) -> Iterator[str]:
     Yields:
         The folder.
     """
+    # first, since the memory disk may be full of what a killed job left
+    for place in (_MEMORY_DISK, Path(tempfile.gettempdir())) if parent is None else (parent,):
+        remove_dead(place)
     parent = spool_parent() if parent is None else parent
-    remove_dead(parent)
     folder, lock = _locked_folder(parent)
     try:
         yield str(folder)

@@ -143,3 +143,23 @@ def test_a_small_memory_disk_is_passed_over(
     free = {tmp_path: memory_disk, Path(tempfile.gettempdir()): temporary}
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, free[path]))
     assert spool_folder.spool_parent() == (tmp_path if in_memory else Path(tempfile.gettempdir()))
+
+
+def test_what_a_killed_job_left_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory_disk, temporary = tmp_path / "shm", tmp_path / "tmp"
+    for parent in (memory_disk, temporary):
+        parent.mkdir()
+        dead = Path(tempfile.mkdtemp(prefix="rollout-job-", dir=parent))
+        (dead / "owner.lock").touch()
+        (dead / "segment").write_bytes(b"x")
+    monkeypatch.setattr(spool_folder, "_MEMORY_DISK", memory_disk)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+
+    def usage(path: Path) -> Usage:
+        full = path == memory_disk and any(path.glob("*/segment"))
+        return Usage(0, 0, 0 if full else 2 * GIB)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    with spool_folder.spool_folder() as folder:
+        assert Path(folder).parent == memory_disk
+        assert list(temporary.iterdir()) == []
