@@ -167,6 +167,8 @@ def compare(
 @click.option("--peer-pairs", default=3, show_default=True, help="Most pairs of vLLM's records.")
 @click.option("--shape", default="{}", help="JSON over the model's configuration.")
 @click.option("--engine", "engine_json", default="{}", help="JSON over the engine's arguments.")
+@click.option("--capture", "capture_json", default="{}", help="JSON over the capture section.")
+@click.option("--output", "output_json", default="{}", help="JSON over the output section.")
 def main(
     settings: str,
     requests: int,
@@ -176,6 +178,8 @@ def main(
     parent: Path | None,
     shape: str,
     engine_json: str,
+    capture_json: str,
+    output_json: str,
 ) -> None:
     """Measure the capture on this machine's GPU."""
     if requests % SAMPLES:
@@ -192,7 +196,11 @@ def main(
     os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # weights are set in the worker
     cuda = torch.cuda.device_count() > 0
     load = Load(
-        requests=requests, tokens=tokens, sampling=SAMPLINGS["nucleus"], capture={"draws": draws}
+        requests=requests,
+        tokens=tokens,
+        sampling=SAMPLINGS["nucleus"],
+        capture={"draws": draws} | json.loads(capture_json),
+        output=json.loads(output_json),
     )
     chosen = [_setting(text, load) for text in settings.split(",")]
     if peer:

@@ -36,6 +36,8 @@ class Load:
     """Mean of a request; the prompts' lengths go evenly from half of it to half more."""
     sampling: dict[str, Any]
     capture: dict[str, Any]
+    output: dict[str, Any] = field(default_factory=dict)
+    """What the job's `output` section says beside the path."""
     times: int = 1
     """How many times the usual number the requests are."""
 
@@ -72,6 +74,7 @@ def run_capture(engine: LazyEngine, model: Path, folder: Path, load: Load) -> Ti
         sampling=load.sampling,
         capture=load.capture,
         engine={"max_num_seqs": 512},
+        output=load.output,
     )
     engine.spool_folder = tempfile.mkdtemp(prefix="bench-spool-", dir=memory_disk())
     writer = DatasetWriter.open(Storage.open(job.config.output.path), job.record)

@@ -62,6 +62,7 @@ def resolved_job(
     sampling: dict[str, Any],
     capture: dict[str, Any],
     engine: dict[str, Any],
+    output: dict[str, Any] | None = None,
 ) -> ResolvedJob:
     """Return a job as `resolve_job` would: there is no weight file and no tokenizer to resolve.
 
@@ -72,6 +73,7 @@ def resolved_job(
         sampling: the job's `sampling` section.
         capture: the job's `capture` section.
         engine: the job's `engine` section.
+        output: what the job's `output` section says beside the path.
     """
     folder.mkdir(parents=True, exist_ok=True)
     prompts = folder / "prompts.jsonl"
@@ -86,7 +88,7 @@ def resolved_job(
             "prompts": {"path": str(prompts)},
             "sampling": sampling | {"n": SAMPLES, "ignore_eos": True, "max_tokens": max(lengths)},
             "capture": capture,
-            "output": {"path": str(folder / "data")},
+            "output": {"path": str(folder / "data")} | (output or {}),
             "engine": engine,
         }
     )
