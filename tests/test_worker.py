@@ -18,6 +18,7 @@ from rollout.capture.batch import BatchRows, RowCut, RowNoise
 from rollout.capture.core import CaptureCore
 from rollout.capture.request import KEPT, SKIP, CaptureSettings
 from rollout.capture.worker import CaptureWorkerMixin
+from rollout.capture.worker_config import CONFIG_KEY
 from rollout.kernels.support_capture import capture_step
 from rollout.spool import SpoolReader
 
@@ -26,9 +27,18 @@ class Worker:
     """Stands in for vLLM's worker."""
 
     vllm_config = SimpleNamespace(
-        model_config=SimpleNamespace(dtype=torch.bfloat16, hf_config=None),
-        scheduler_config=SimpleNamespace(async_scheduling=True),
+        model_config=SimpleNamespace(
+            dtype=torch.bfloat16, hf_config=None, get_vocab_size=lambda: 5
+        ),
+        scheduler_config=SimpleNamespace(async_scheduling=True, max_num_seqs=2),
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=None),
+        additional_config={CONFIG_KEY: {"support_capacity": 9, "top": 0, "draws": 0}},
+        max_concurrent_batches=1,
     )
+    device = torch.device("cpu")
+
+    def determine_available_memory(self) -> int:
+        return 2**30
 
     def compile_or_warm_up_model(self) -> str:
         return "warm"
@@ -37,13 +47,16 @@ class Worker:
 class Capturing(CaptureWorkerMixin, Worker):
     """A worker whose capture draws what `check_draw` says, and truncates what `check_cut` says."""
 
-    def __init__(self, draw_agrees: bool, cut_agrees: bool = True, draws: int = 0) -> None:
+    def __init__(
+        self, draw_agrees: bool, cut_agrees: bool = True, draws: int = 0, noise: bool = True
+    ) -> None:
         self.warmed: list[Any] = []
         self.tried: list[Any] = []
         recorder = SimpleNamespace(warm_up=self.warmed.append, try_draw="try", device_bytes=1)
         self._capture: Any = SimpleNamespace(
             recorder=recorder,
-            can_truncate=draws == 0,
+            can_draw=noise,
+            can_truncate=noise and draws == 0,
             start=lambda _folder: None,
             stop=lambda: None,
             on_step="record",
@@ -69,54 +82,55 @@ class Capturing(CaptureWorkerMixin, Worker):
         self.model_runner = SimpleNamespace(get_model=lambda: None)
 
 
-@pytest.mark.parametrize(("agrees", "ranks"), [(True, 1), (False, 1), (True, 2)])
-def test_the_capture_draws_where_it_agrees_and_is_alone(
-    agrees: bool, ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm.distributed import parallel_state
-
-    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: ranks)
+@pytest.mark.parametrize("agrees", [True, False])
+def test_the_capture_draws_where_it_agrees(agrees: bool) -> None:
     worker = Capturing(agrees)
     assert worker.compile_or_warm_up_model() == "warm"
     assert [set(dtypes) for dtypes in worker.warmed] == [{torch.float32, torch.bfloat16}]
-    assert worker.tried[:1] == ([("draw", "try")] if ranks == 1 else [])
+    assert worker.tried[:1] == [("draw", "try")]
     worker.capture_start("folder")
-    draws = agrees and ranks == 1
     assert (worker._adapter.on_step, worker._adapter.on_draw) == (
         "record",
-        "draw" if draws else None,
+        "draw" if agrees else None,
     )
     worker.capture_stop()
     assert worker._adapter.on_step is None
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_of_several_ranks_draws_nothing(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed import parallel_state
+
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: ranks)
+    worker = Capturing(draw_agrees=True)
+    worker._adapter.add_noise = add_noise
+    assert worker.determine_available_memory() == 2**30 - worker._capture.recorder.device_bytes
+    assert (worker._capture.can_draw, worker._capture.can_truncate) == (ranks == 1, ranks == 1)
+
+
 @pytest.mark.parametrize(
-    ("draw_agrees", "cut_agrees", "draws", "ranks", "checks"),
+    ("draw_agrees", "cut_agrees", "draws", "noise", "checks"),
     [
-        (True, True, 0, 1, ["draw", "cut"]),
-        (True, False, 0, 1, ["draw", "cut"]),
+        (True, True, 0, True, ["draw", "cut"]),
+        (True, False, 0, True, ["draw", "cut"]),
         # each check takes memory and time, so none is made in vain
-        (True, True, 4, 1, ["draw"]),
-        (False, True, 0, 1, ["draw"]),
-        (True, True, 0, 2, []),
+        (True, True, 4, True, ["draw"]),
+        (False, True, 0, True, ["draw"]),
+        (True, True, 0, False, []),
     ],
-    ids=["agrees", "cut disagrees", "records draws", "draw disagrees", "not alone"],
+    ids=["agrees", "cut disagrees", "records draws", "draw disagrees", "no noise"],
 )
 def test_the_capture_truncates_what_it_draws(
     draw_agrees: bool,
     cut_agrees: bool,
     draws: int,
-    ranks: int,
+    noise: bool,
     checks: list[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from vllm.distributed import parallel_state
-
-    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: ranks)
-    worker = Capturing(draw_agrees, cut_agrees, draws)
+    worker = Capturing(draw_agrees, cut_agrees, draws, noise)
     worker.compile_or_warm_up_model()
     assert worker.tried == [(check, "try") for check in checks]
-    drawn, truncated = draw_agrees and ranks == 1, checks == ["draw", "cut"] and cut_agrees
+    drawn, truncated = draw_agrees and noise, checks == ["draw", "cut"] and cut_agrees
     assert worker._adapter.truncates == truncated
     facts = worker.capture_facts()
     assert facts is not None

@@ -99,7 +99,9 @@ class CaptureCore:
                 vocab_size=vocab_size,
                 add_noise=add_noise,
             )
-        self.can_truncate = can_cut(vocab_size, settings.draws)
+        self.can_draw = add_noise is not None
+        """Whether tokens may be drawn here."""
+        self.can_truncate = self.can_draw and can_cut(vocab_size, settings.draws)
         """Whether rows may come with a cut: recorded draws are made of masked logits."""
         self._recording = False
         self._steps = 0

@@ -84,13 +84,14 @@ class RingRecorder:
         self._device = device
         self._vocab_size = vocab_size
         self._add_noise = add_noise
+        self._truncates = add_noise is not None and can_cut(vocab_size, settings.draws)
         # steps run one after the other on the launch stream: one working memory serves all
         scratch = CaptureScratch.allocate(
             max_rows=max_rows,
             vocab_size=vocab_size,
             top=settings.top,
             draws=settings.draws,
-            cut=add_noise is not None and can_cut(vocab_size, settings.draws),
+            cut=self._truncates,
             device=device,
         )
         self._slots = [
@@ -143,7 +144,6 @@ class RingRecorder:
         """
         most = min(8, self._slots[0].out.counts.numel())
         draws_tokens = self._add_noise is not None
-        truncates = can_cut(self._vocab_size, self._settings.draws)
         for dtype, n in itertools.product(dtypes, (1, most)):
             logits = torch.zeros(n, self._vocab_size, dtype=dtype, device=self._device)
             sampled = torch.zeros(n, dtype=torch.int64, device=self._device)
@@ -151,7 +151,7 @@ class RingRecorder:
             for index, ahead, rows in itertools.product(
                 range(len(self._slots)),
                 2 * [0, self._settings.support_capacity],
-                warm_steps(n, draws_tokens=draws_tokens, truncates=truncates),
+                warm_steps(n, draws_tokens=draws_tokens, truncates=self._truncates),
             ):
                 ids = sampled if rows.noise is None else None
                 self._launch(index, logits, ids, rows, 0, ahead)

@@ -57,7 +57,7 @@ class CaptureWorkerMixin:
             max_rows=self.vllm_config.scheduler_config.max_num_seqs,
             vocab_size=self.vllm_config.model_config.get_vocab_size(),
             steps_in_flight=self.vllm_config.max_concurrent_batches,
-            add_noise=self._adapter.add_noise,
+            add_noise=self._adapter.add_noise if _samples_alone() else None,
         )
         if self.vllm_config.cache_config.kv_cache_memory_bytes is not None:
             return available
@@ -70,7 +70,7 @@ class CaptureWorkerMixin:
             self._capture.recorder.warm_up(tuple({torch.float32, dtype}))
             adapter, try_draw = self._adapter, self._capture.recorder.try_draw
             assert adapter is not None
-            self._draws_tokens = _samples_alone() and adapter.check_draw(try_draw)
+            self._draws_tokens = self._capture.can_draw and adapter.check_draw(try_draw)
             adapter.truncates = (
                 self._draws_tokens and self._capture.can_truncate and adapter.check_cut(try_draw)
             )
