@@ -12,7 +12,7 @@ from typing import Any
 from rollout.config import JobConfig
 from rollout.engine_args import THROUGHPUT_ARGS, check_engine_args, check_engine_config
 from rollout.errors import ConfigError, InputError
-from rollout.model_files import ModelFiles, resolve_model
+from rollout.model_files import ModelFiles, resolve_model, vocab_size
 from rollout.prompts import check_prompts_file
 from rollout.redact import public_url
 from rollout.render import Renderer
@@ -55,6 +55,14 @@ def resolve_job(config: JobConfig) -> ResolvedJob:
         raise ConfigError(f"{unknown}: every prompt would be rejected, correct it in the job")
     check_engine_config(files, config.capture, config.engine, renderer.has_tokenizer)
     stop_ids = inherited_stop_ids(files.folder)
+    size = vocab_size(files)
+    beyond = [item for item in stop_ids if item >= size]
+    if beyond and not config.sampling.ignore_eos:
+        raise InputError(
+            f"{files.folder / 'generation_config.json'}: eos_token_id {beyond[0]} is outside of "
+            f"the model's vocabulary of {size}, so vLLM would refuse every request: correct it, or set "
+            "sampling.ignore_eos and sampling.stop_token_ids"
+        )
     inputs = fingerprint_inputs(config, files, stop_ids)
     record = DatasetRecord(
         fingerprint=fingerprint_of(inputs),

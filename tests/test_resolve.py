@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_jobs import make_job, write_prompts
+from tiny_model import make_tiny_model
 
 from rollout.errors import InputError
-from rollout.resolve import inherited_stop_ids, other_reward
+from rollout.resolve import inherited_stop_ids, other_reward, resolve_job
 from rollout.schema.records import DatasetRecord
 
 
@@ -38,6 +40,17 @@ def test_stop_ids_that_are_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(InputError, match=r"generation_config\.json"):
         inherited_stop_ids(tmp_path)
+
+
+def test_an_end_that_no_token_is_is_told_before_an_engine_starts(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", generation_config={"eos_token_id": [2, 320]})
+    prompts = write_prompts(tmp_path / "p.jsonl", [{"id": "a", "prompt": "a"}])
+    job = make_job(model, prompts, tmp_path / "out")
+    said = "eos_token_id 320 is outside of the model's vocabulary of 320"
+    with pytest.raises(InputError, match=said):
+        resolve_job(job)
+    # then nobody asks for it
+    resolve_job(make_job(model, prompts, tmp_path / "out", sampling={"ignore_eos": True}))
 
 
 def _scored_by(reward: tuple[str, str] | None) -> DatasetRecord:
