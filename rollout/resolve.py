@@ -60,8 +60,8 @@ def resolve_job(config: JobConfig) -> ResolvedJob:
     if beyond and not config.sampling.ignore_eos:
         raise InputError(
             f"{files.folder / 'generation_config.json'}: eos_token_id {beyond[0]} is outside of "
-            f"the model's vocabulary of {size}, so vLLM would refuse every request: correct it, or set "
-            "sampling.ignore_eos and sampling.stop_token_ids"
+            f"the model's vocabulary of {size}, so vLLM would refuse every request: correct it, "
+            "or set sampling.ignore_eos and sampling.stop_token_ids"
         )
     inputs = fingerprint_inputs(config, files, stop_ids)
     record = DatasetRecord(
