@@ -137,7 +137,8 @@ def _tally(
         count += reached.to(tl.int32)
         if BY_MASS:
             weight = exp_nonpositive(tl.where(live, value - largest, 0.0)) * _FIXED
-            mass += tl.where(reached, weight.to(tl.int64), 0)
+            # rounded, since many small ones would be missed together
+            mass += tl.where(reached, (weight + 0.5).to(tl.int64), 0)
         inside = live & (key >= bottom) & (key < above)
         lowest = tl.minimum(lowest, tl.where(inside, key, above))
         highest = tl.maximum(highest, tl.where(inside, key, bottom - 1))
@@ -385,6 +386,8 @@ def _search_kernel(
         tl.store(chunk_count_ptr + at, tl.where(first, count, 0), chunk < num_chunks)
         tl.store(cut_bound_ptr + row, bottom)
         return
+    # keys between those of the negative logits and of 0.0 are of -0.0, which no id has
+    bottom = tl.where((bottom >> ID_BITS) == -1, 0, bottom)
     least, last = key_logit(bottom)
     tl.store(cut_value_ptr + row, least)
     tl.store(cut_id_ptr + row, last)

@@ -73,6 +73,22 @@ def test_more_candidates_than_the_list_holds() -> None:
     assert min(candidates[:4]) > 1024
 
 
+def test_one_candidate_more_than_the_list_holds() -> None:
+    # negative: the key read beyond the list, 0, is then above all of them
+    states, candidates = check(torch.full((2, 1025), -2.5), [(1000, 1.0), (0, 0.4)])
+    assert states == 2 * [WIDE_ROW.value]
+    assert candidates == 2 * [1025]
+
+
+def test_a_zero_among_subnormals_is_the_last_that_is_kept() -> None:
+    steps = torch.arange(3000) % 8 - 4
+    steps = torch.where(steps >= 0, steps + 1, steps)  # -4 to -1 and 1 to 4
+    steps[2990] = 0
+    logits = (steps.double() * 2.0**-149).float()
+    states, _ = check(logits[None], [(int((steps > 0).sum()) + 1, 1.0)])
+    assert states == [WIDE_ROW.value]
+
+
 def test_a_k_at_a_distance_that_float32_does_not_hold() -> None:
     generator = torch.Generator().manual_seed(1)
     low = -3e38 * (0.5 + 0.5 * torch.rand(3000, generator=generator))
