@@ -16,20 +16,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from rollout.host_memory import free_bytes
+
 _MEMORY_DISK: Final = Path("/dev/shm")
-_LEAST_MEMORY: Final = 2**30  # many containers have 64 MiB of it, a second's entries
+_ENOUGH_MEMORY: Final = 16 * 2**30
+_LEAST_SHARE: Final = 4  # many containers have 64 MiB of it, and a large disk
 _PREFIX: Final = "rollout-job-"
 _LOCK: Final = "owner.lock"
 _UNLOCKED_SECONDS: Final = 60.0  # a folder gets its lock at once, or its maker has died
 
 
 def spool_parent() -> Path:
-    """Where spools are: a memory-backed disk where there is room, else the temporary folder."""
+    """Where spools are: a memory-backed disk, or the temporary folder if that has far more room."""
     temporary = Path(tempfile.gettempdir())
     if not _MEMORY_DISK.is_dir():
         return temporary
-    free = shutil.disk_usage(_MEMORY_DISK).free
-    roomy = free >= _LEAST_MEMORY or free >= shutil.disk_usage(temporary).free
+    free = free_bytes(_MEMORY_DISK)
+    roomy = free >= min(_ENOUGH_MEMORY, free_bytes(temporary) // _LEAST_SHARE)
     return _MEMORY_DISK if roomy else temporary
 
 

@@ -129,7 +129,13 @@ def test_this_host_tells_what_python_finds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("memory_disk", "temporary", "in_memory"),
-    [(GIB, 400 * GIB, True), (2**26, 400 * GIB, False), (2**26, 2**25, True)],
+    [
+        (16 * GIB, 400 * GIB, True),
+        (15 * GIB, 400 * GIB, False),  # nobody wants rows dropped beside an empty disk
+        (2**26, 400 * GIB, False),
+        (5 * GIB, 20 * GIB, True),
+        (4 * GIB, 20 * GIB, False),
+    ],
 )
 def test_a_small_memory_disk_is_passed_over(
     tmp_path: Path,
@@ -141,7 +147,7 @@ def test_a_small_memory_disk_is_passed_over(
     # containers often have 64 MiB of it
     monkeypatch.setattr(spool_folder, "_MEMORY_DISK", tmp_path)
     free = {tmp_path: memory_disk, Path(tempfile.gettempdir()): temporary}
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, free[path]))
+    monkeypatch.setattr(spool_folder, "free_bytes", lambda path: free[path])
     assert spool_folder.spool_parent() == (tmp_path if in_memory else Path(tempfile.gettempdir()))
 
 
@@ -155,11 +161,10 @@ def test_what_a_killed_job_left_makes_room(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(spool_folder, "_MEMORY_DISK", memory_disk)
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
 
-    def usage(path: Path) -> Usage:
-        full = path == memory_disk and any(path.glob("*/segment"))
-        return Usage(0, 0, 0 if full else 2 * GIB)
+    def free(path: Path) -> int:
+        return 0 if path == memory_disk and any(path.glob("*/segment")) else 2 * GIB
 
-    monkeypatch.setattr(shutil, "disk_usage", usage)
+    monkeypatch.setattr(spool_folder, "free_bytes", free)
     with spool_folder.spool_folder() as folder:
         assert Path(folder).parent == memory_disk
         assert list(temporary.iterdir()) == []
