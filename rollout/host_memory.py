@@ -62,7 +62,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def num_gpus() -> int:
-    """Return the number of NVIDIA GPUs of the host, seen by this process or not; 0 if unknown."""
+    """Return the number of GPUs that NVIDIA's driver lists, used by this process or not; or 0."""
     return len(list((_PROC / "driver/nvidia/gpus").glob("*")))
 
 

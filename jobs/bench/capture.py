@@ -45,7 +45,6 @@ from capture_arms import (
     check_data,
     disk_speed,
     engine_section,
-    memory_disk,
     run_capture,
     run_stock,
     set_fused,
@@ -56,6 +55,7 @@ from random_model import SAMPLES, SHAPE, SPREADS, resolved_job, set_weights, wri
 from rollout.engine_args import engine_arguments
 from rollout.engine_start import LazyEngine
 from rollout.resolve import ResolvedJob
+from rollout.spool_folder import spool_parent
 
 _SWITCHED_TOKENS = 1024  # steps of the switched batch
 
@@ -218,7 +218,7 @@ def main(
             capture=load.capture,
             engine=engine_section(engine_json),
         )
-        engine = LazyEngine(job, tempfile.mkdtemp(prefix="bench-spool-", dir=memory_disk()))
+        engine = LazyEngine(job, tempfile.mkdtemp(prefix="bench-spool-", dir=spool_parent()))
         start = time.perf_counter()
         llm = peer_engine(job, PEERS[peer][0]) if peer else engine.get()._llm
         if not peer:
@@ -278,7 +278,7 @@ def _times(load: Load) -> str:
 
 
 def _print_steps(name: str, engine: LazyEngine, model: Path, folder: Path, load: Load) -> None:
-    with tempfile.TemporaryDirectory(prefix="bench-spool-", dir=memory_disk()) as spool:
+    with tempfile.TemporaryDirectory(prefix="bench-spool-", dir=spool_parent()) as spool:
         found = switched_steps(engine, Path(spool), load, tokens=_SWITCHED_TOKENS)
     ratios = [a / b for a, b in zip(found.without, found.recorded, strict=True)]
     print(

@@ -20,6 +20,7 @@ from rollout.dataset import DatasetWriter
 from rollout.engine_start import LazyEngine
 from rollout.host_memory import spool_budget
 from rollout.run import Run
+from rollout.spool_folder import spool_parent
 from rollout.storage import Storage
 
 # what the command of a process below the benchmark's says of it; others are the engine's
@@ -76,7 +77,7 @@ def run_capture(engine: LazyEngine, model: Path, folder: Path, load: Load) -> Ti
         engine={"max_num_seqs": 512},
         output=load.output,
     )
-    engine.spool_folder = tempfile.mkdtemp(prefix="bench-spool-", dir=memory_disk())
+    engine.spool_folder = tempfile.mkdtemp(prefix="bench-spool-", dir=spool_parent())
     writer = DatasetWriter.open(Storage.open(job.config.output.path), job.record)
     writer.engine = {"engine": "vllm"}  # asking it for more would drain its pipeline
     engine.get().start_capture(engine.spool_folder)
@@ -230,11 +231,6 @@ def disk_speed(folder: Path) -> float:
     seconds = time.perf_counter() - start
     path.unlink()
     return 32 * len(data) / seconds
-
-
-def memory_disk() -> str | None:
-    """Return a memory-backed folder where there is one, as the product uses."""
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 def engine_section(text: str) -> dict[str, Any]:
