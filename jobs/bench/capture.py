@@ -55,7 +55,7 @@ from random_model import SAMPLES, SHAPE, SPREADS, resolved_job, set_weights, wri
 from rollout.engine_args import engine_arguments
 from rollout.engine_start import LazyEngine
 from rollout.resolve import ResolvedJob
-from rollout.spool_folder import spool_parent
+from rollout.spool_folder import spool_folder
 
 _SWITCHED_TOKENS = 1024  # steps of the switched batch
 
@@ -207,7 +207,10 @@ def main(
         chosen = [(mean, how, what, min(n, peer_pairs)) for mean, how, what, n in chosen]
     if peer == "mask":  # it takes no other requests
         chosen = [setting for setting in chosen if setting[1] == "top-k"]
-    with tempfile.TemporaryDirectory(prefix="bench-capture-", dir=parent) as root:
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-capture-", dir=parent) as root,
+        spool_folder() as spools,
+    ):
         folder = Path(root)
         model = write_model(folder / "model", json.loads(shape))
         job = resolved_job(
@@ -218,7 +221,7 @@ def main(
             capture=load.capture,
             engine=engine_section(engine_json),
         )
-        engine = LazyEngine(job, tempfile.mkdtemp(prefix="bench-spool-", dir=spool_parent()))
+        engine = LazyEngine(job, tempfile.mkdtemp(dir=spools))
         start = time.perf_counter()
         llm = peer_engine(job, PEERS[peer][0]) if peer else engine.get()._llm
         if not peer:
@@ -278,7 +281,8 @@ def _times(load: Load) -> str:
 
 
 def _print_steps(name: str, engine: LazyEngine, model: Path, folder: Path, load: Load) -> None:
-    with tempfile.TemporaryDirectory(prefix="bench-spool-", dir=spool_parent()) as spool:
+    spools = Path(engine.spool_folder).parent
+    with tempfile.TemporaryDirectory(dir=spools) as spool:
         found = switched_steps(engine, Path(spool), load, tokens=_SWITCHED_TOKENS)
     ratios = [a / b for a, b in zip(found.without, found.recorded, strict=True)]
     print(

@@ -20,7 +20,6 @@ from rollout.dataset import DatasetWriter
 from rollout.engine_start import LazyEngine
 from rollout.host_memory import spool_budget
 from rollout.run import Run
-from rollout.spool_folder import spool_parent
 from rollout.storage import Storage
 
 # what the command of a process below the benchmark's says of it; others are the engine's
@@ -77,7 +76,8 @@ def run_capture(engine: LazyEngine, model: Path, folder: Path, load: Load) -> Ti
         engine={"max_num_seqs": 512},
         output=load.output,
     )
-    engine.spool_folder = tempfile.mkdtemp(prefix="bench-spool-", dir=spool_parent())
+    # a folder of its own, beside the last job's
+    engine.spool_folder = tempfile.mkdtemp(dir=Path(engine.spool_folder).parent)
     writer = DatasetWriter.open(Storage.open(job.config.output.path), job.record)
     writer.engine = {"engine": "vllm"}  # asking it for more would drain its pipeline
     engine.get().start_capture(engine.spool_folder)
