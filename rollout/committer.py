@@ -1,29 +1,32 @@
 """Commits in the background: checking, packing order, Parquet, verification and upload.
 
 Threads wait for the processes that do the work (`rollout.part_pool`) and for the storage. Parts are
-written side by side; those of one unit are then committed one after the other. Entries stay in the
-spool until they are committed or kept.
+written side by side, and none waits for another: whoever has written the first of a unit commits it
+and those behind it that are written. Entries stay in the spool until they are committed or kept.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from rollout.dataset import DatasetWriter
 from rollout.early_shard import written_early
 from rollout.errors import DatasetError, OutputError, RolloutError
 from rollout.part_pool import Part, PartPool
+from rollout.part_queue import MadePart, PartQueue, QueuedPart
 from rollout.part_work import BadRow, WriteShard
 from rollout.pending import PendingParts
 from rollout.rows import Rejection, RolloutRow
 from rollout.schema.records import CommitRecord
+from rollout.shard import ShardInfo
 from rollout.storage_errors import may_pass
 
 _log = logging.getLogger(__name__)
@@ -44,16 +47,6 @@ class CommitStats:
     """Rollouts that the output has not taken yet, in the local folder."""
     bad_rows: Counter[str] = field(default_factory=Counter)
     """Rollouts that may not reach a file, by reason; recorded as rejected."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Part:
-    unit: str
-    rows: Sequence[RolloutRow]
-    rejected: Sequence[Rejection]
-    num_bytes: int
-    last: bool = False
-    """Stands for no rows, but for the end of its unit."""
 
 
 class Committer:
@@ -96,7 +89,7 @@ class Committer:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="rollout-commit")
         self._parts = PartPool()
         self._lock = threading.Condition()
-        self._waiting: dict[str, deque[_Part]] = {}
+        self._queue = PartQueue()
         self._pending = 0
         self._pending_bytes = 0
         self._error: BaseException | None = None
@@ -122,7 +115,7 @@ class Committer:
             RolloutError: an earlier commit failed, and there is no folder to keep this one in.
         """
         size = sum(row.memory_bytes for row in rows)
-        self._hand_over(_Part(unit=unit, rows=rows, rejected=rejected, num_bytes=size))
+        self._hand_over(QueuedPart(unit=unit, rows=rows, rejected=rejected, num_bytes=size))
 
     def finish(self, unit: str) -> None:
         """Announce that nothing of a unit is left for now.
@@ -130,7 +123,7 @@ class Committer:
         Raises:
             RolloutError: see `commit`.
         """
-        self._hand_over(_Part(unit=unit, rows=(), rejected=(), num_bytes=0, last=True))
+        self._hand_over(QueuedPart(unit=unit, last=True))
 
     def prepare(self, processes: int) -> None:
         """Start what works on parts, so that the first of them need not wait.
@@ -179,82 +172,92 @@ class Committer:
         self._pool.shutdown()
         self._parts.close()
 
-    def _hand_over(self, part: _Part) -> None:
+    def _hand_over(self, part: QueuedPart) -> None:
         with self._lock:
             if self._pending_parts is None and self._error is not None:
                 raise self._error
             self._pending += 1
             self._pending_bytes += part.num_bytes
-            queue = self._waiting.setdefault(part.unit, deque())
-            queue.append(part)
-            if part.last and len(queue) > 1:
-                return  # whoever commits the part before takes it up
+        self._queue.add(part)
         self._pool.submit(self._run, part)
 
-    def _run(self, part: _Part | None) -> None:
-        while part is not None:
+    def _run(self, part: QueuedPart) -> None:
+        self._queue.put_made(part, self._make(part))
+        while (first := self._queue.take(part.unit)) is not None:
             failed: BaseException | None = None
             try:
-                self._commit_or_keep(part)
+                self._commit_or_keep(*first)
             except BaseException as error:  # handed to whoever commits or waits next
                 failed = error
-            self._wait_for_turn(part)
             with self._lock:
                 self._error = self._error or failed
+                self._queue.remove(first[0])  # now that the next one sees the error
                 self._pending -= 1
-                self._pending_bytes -= part.num_bytes
-                queue = self._waiting[part.unit]
-                queue.popleft()
-                if not queue:
-                    del self._waiting[part.unit]
-                part = queue[0] if queue and queue[0].last else None
+                self._pending_bytes -= first[0].num_bytes
                 self._lock.notify_all()
 
-    def _is_turn(self, part: _Part) -> bool:
-        """Whether every earlier part of the unit is done with."""
-        return self._waiting[part.unit][0] is part
+    def _make(self, part: QueuedPart) -> MadePart:
+        """Check a part's rows and write them to a shard, unless the output takes none."""
+        write: WriteShard = functools.partial(self._write_part, part)
+        made = MadePart(write=write)
+        if part.last:
+            return made
+        try:
+            with self._parts.part(part.rows) as work:
+                good, rejected = self._checked(part, work)
+                if good and not (self._error or self._outage):
+                    shard = written_early(self._writer, good, work.write, again=write)
+                    write = made.early.enter_context(shard)
+        except BaseException as error:  # raised at the part's turn
+            return replace(made, error=error)
+        return replace(made, rows=good, rejected=rejected, write=write)
 
-    def _wait_for_turn(self, part: _Part) -> None:
-        # the earlier parts were handed to the pool before, so none of them waits for a thread
-        with self._lock:
-            self._lock.wait_for(lambda: self._is_turn(part))
+    def _write_part(
+        self,
+        part: QueuedPart,
+        path: Path,
+        rows: Sequence[RolloutRow],
+        fingerprint: str,
+        row_group_bytes: int,
+    ) -> ShardInfo:
+        """Write some of a part's rows at its turn; see `rollout.part_work.PartWork.write`."""
+        with self._parts.part(part.rows) as work:
+            return work.write(path, rows, fingerprint, row_group_bytes)
 
-    def _commit_or_keep(self, part: _Part) -> None:
+    def _commit_or_keep(self, part: QueuedPart, made: MadePart) -> None:
         if part.last:
             if self._error is None and self._outage is None:
                 self._on_done(part.unit)
             return
-        with self._parts.part(part.rows) as work:
-            self._commit_work(part, work)
+        with made.early:
+            if made.error is not None:
+                raise made.error
+            self._commit_made(part, made)
         for row in part.rows:
             if row.stored_entries is not None:
                 row.stored_entries.release()
 
-    def _commit_work(self, part: _Part, work: Part) -> None:
-        good, rejected = self._checked(part, work)
+    def _commit_made(self, part: QueuedPart, made: MadePart) -> None:
         pending = self._pending_parts
-        with contextlib.ExitStack() as early:
-            write: WriteShard = work.write
-            if good and not self._is_turn(part) and not (self._error or self._outage):
-                write = early.enter_context(written_early(self._writer, good, work.write))
-            self._wait_for_turn(part)
-            stuck = self._error or self._outage
-            if stuck is None or pending is None:
-                try:
-                    self._commit(part.unit, good, rejected, write)
-                    return
-                except (OutputError, DatasetError) as error:
-                    if pending is None:
-                        raise
-                    self._out(error)
+        stuck = self._error or self._outage
+        if stuck is None or pending is None:
+            try:
+                self._commit(part.unit, made.rows, made.rejected, made.write)
+                return
+            except (OutputError, DatasetError) as error:
+                if pending is None:
+                    raise
+                self._out(error)
         assert pending is not None
-        saved = self._save(pending, part.unit, good, rejected, work)
+        # not the shard that is there, which may be on another disk
+        write = functools.partial(self._write_part, part)
+        saved = self._save(pending, part.unit, made.rows, made.rejected, write)
         self._ask_again()
         if saved:
             return
         # no room, so the rollouts stay in memory and no more are admitted, until the output is back
         _log.warning("%s is full: waiting for the output", pending.folder)
-        self._commit(part.unit, good, rejected, work.write)
+        self._commit(part.unit, made.rows, made.rejected, write)
 
     def _out(self, error: RolloutError) -> None:
         """Note that the output takes nothing."""
@@ -282,10 +285,10 @@ class Committer:
         unit: str,
         rows: Sequence[RolloutRow],
         rejected: Sequence[Rejection],
-        work: Part,
+        write: WriteShard,
     ) -> bool:
         try:
-            saved = pending.save(unit, rows, rejected, work.write)
+            saved = pending.save(unit, rows, rejected, write)
         except OSError as error:
             raise OutputError(
                 f"output: takes nothing, and {pending.folder} neither: {error}"
@@ -332,7 +335,7 @@ class Committer:
                     self._uploader = None
                     return
 
-    def _checked(self, part: _Part, work: Part) -> tuple[list[RolloutRow], list[Rejection]]:
+    def _checked(self, part: QueuedPart, work: Part) -> tuple[list[RolloutRow], list[Rejection]]:
         bad = {row.index for row in work.bad_rows}
         good = [row for index, row in enumerate(part.rows) if index not in bad]
         rejected = [*part.rejected, *(self._reject(part.rows[b.index], b) for b in work.bad_rows)]

@@ -1,7 +1,8 @@
 """A part's shard, written before it is the part's turn to be committed.
 
 The parts of a unit are committed one after the other, so that their numbers have no holes; writing
-a large one takes seconds, and the shard is the same whichever number the part gets.
+a large one takes seconds, and waiting for the disk some more, and the shard is the same whichever
+number the part gets.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from rollout.dataset import DatasetWriter
 from rollout.errors import DatasetError
-from rollout.local_files import scratch_file
+from rollout.local_files import scratch_file, sync_file
 from rollout.part_work import WriteShard, by_prompt
 from rollout.rows import RolloutRow
 from rollout.shard import ShardInfo
@@ -20,14 +21,15 @@ from rollout.shard import ShardInfo
 
 @contextmanager
 def written_early(
-    writer: DatasetWriter, rows: Sequence[RolloutRow], write: WriteShard
+    writer: DatasetWriter, rows: Sequence[RolloutRow], write: WriteShard, *, again: WriteShard
 ) -> Iterator[WriteShard]:
     """Write a shard now, for a `commit_part` to come.
 
     Args:
         writer: the dataset.
         rows: what is to be committed.
-        write: writes a shard, and reads it back.
+        write: writes a shard now, and reads it back.
+        again: writes one at the part's turn.
 
     Yields:
         What `commit_part` takes for `write`: it moves the shard where the rows are still the same,
@@ -39,11 +41,13 @@ def written_early(
     try:
         early = scratch_file(writer.scratch)
     except OSError:
-        yield write
+        yield again
         return
     try:
         try:
             info = write(early, ordered, fingerprint, row_group_bytes)
+            if writer.storage.local_root is not None:  # else it is uploaded from here
+                sync_file(early)
         except (OSError, DatasetError):
             early.unlink(missing_ok=True)
 
@@ -52,11 +56,11 @@ def written_early(
         ) -> ShardInfo:
             same = [id(row) for row in wanted] == [id(row) for row in ordered]
             if not same or (for_run, group_bytes) != (fingerprint, row_group_bytes):
-                return write(path, wanted, for_run, group_bytes)
+                return again(path, wanted, for_run, group_bytes)
             try:
                 early.replace(path)
             except FileNotFoundError:  # not written, or taken before
-                return write(path, wanted, for_run, group_bytes)
+                return again(path, wanted, for_run, group_bytes)
             return info
 
         yield move

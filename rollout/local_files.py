@@ -34,6 +34,12 @@ def scratch_file(folder: Path) -> Path:
     raise FileNotFoundError(f"{folder}: removed as often as it was made")
 
 
+def sync_file(path: Path) -> None:
+    """Return once a file's data is on the disk; it takes no time where it is there already."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
 def link_bytes(data: bytes, target: Path, scratch: Path) -> bool:
     """Create a file with these bytes unless there is one.
 
@@ -82,8 +88,7 @@ def link_file(local: Path, target: Path, scratch: Path) -> None:
         FileExistsError: there is another file.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    with local.open("rb") as file:
-        os.fsync(file.fileno())
+    sync_file(local)
     try:
         os.link(local, target)
     except FileExistsError:
@@ -113,8 +118,7 @@ def _copy_and_link(local: Path, target: Path, scratch: Path) -> None:
     copy = scratch_file(scratch)
     try:
         shutil.copyfile(local, copy)
-        with copy.open("rb") as file:
-            os.fsync(file.fileno())
+        sync_file(copy)
         os.link(copy, target)
     finally:
         copy.unlink(missing_ok=True)

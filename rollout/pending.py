@@ -24,6 +24,7 @@ import pyarrow as pa
 
 from rollout.dataset import DatasetWriter
 from rollout.errors import DatasetError
+from rollout.local_files import sync_file
 from rollout.part_work import WriteShard, write_verified
 from rollout.rows import PlanEntry, Rejection, RolloutRow
 from rollout.schema.records import CommitRecord
@@ -117,8 +118,7 @@ class PendingParts:
                     write(shard, rows, self._fingerprint, ROW_GROUP_BYTES)
                 new.write_text(json.dumps(description))
                 for written in (shard, new) if rows else (new,):
-                    with written.open("rb") as file:
-                        os.fsync(file.fileno())
+                    sync_file(written)
                 new.replace(path)
             except BaseException:
                 shard.unlink(missing_ok=True)

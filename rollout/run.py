@@ -107,7 +107,6 @@ class Run:
         self._tokens = 0
         self._entries = 0
         self._prepared = 0
-        self._hurried = False
         self._held_since: float | None = None
         self._held = 0.0
         self._logged = time.monotonic()
@@ -145,7 +144,7 @@ class Run:
                     time.sleep(_IDLE_SECONDS)
             else:
                 self._step()
-            if exhausted and not self._hurried:
+            if exhausted:
                 self._hurry()
             self._units.tick()
             self._show()
@@ -311,7 +310,6 @@ class Run:
         engine = self._engine.running
         if engine is not None and self._window.num_in_flight < engine.max_num_seqs:
             self._units.hurry(self._threads)
-            self._hurried = True
 
     def _take_ended(self) -> None:
         for ended in self._window.take_ended():

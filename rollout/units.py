@@ -15,9 +15,9 @@ from typing import Final
 from rollout.config import OutputConfig
 from rollout.rows import Rejection, RolloutRow
 
-# raw bytes of a part at the end of a job: the last one takes as long as it is large, and more parts
-# than are written at once make only more files
-_LEAST_LAST_BYTES: Final = 4 * 2**20
+# raw bytes of a part at the end of a job: the last one takes as long as it is large, and small ones
+# make many files
+_LEAST_LAST_BYTES: Final = 8 * 2**20
 _MOST_LAST_BYTES: Final = 64 * 2**20
 
 
@@ -103,8 +103,10 @@ class UnitBuffers:
     def hurry(self, parts: int) -> None:
         """Commit smaller parts from now on: little is left to sample, so many can be in work.
 
+        Call it again as less is left: a part is one of so many shares of that.
+
         Args:
-            parts: how many are written at once; what is left is to make about as many.
+            parts: how many are written at once.
         """
         self._hurried = True
         in_flight = self._in_flight.total() * self._added_bytes // max(self._added, 1)

@@ -15,7 +15,8 @@ from rollout.commits import iter_commits
 from rollout.committer import Committer
 from rollout.dataset import DatasetWriter
 from rollout.early_shard import written_early
-from rollout.errors import DatasetError
+from rollout.errors import DatasetError, OutputError
+from rollout.part_queue import MadePart, PartQueue, QueuedPart
 from rollout.part_work import write_verified
 from rollout.rows import RolloutRow
 from rollout.shard import write_shard
@@ -94,6 +95,76 @@ def test_a_part_is_written_while_the_one_before_is(case: Case) -> None:
     assert not any(case.scratch.iterdir())
 
 
+def test_no_part_waits_for_a_slow_one_before_it(case: Case) -> None:
+    """There are two threads: all other parts are written by the one that is not held up."""
+    others = threading.Semaphore(0)
+
+    def on_write(prompts: str) -> None:
+        if prompts == "a":
+            for _ in "bcd":
+                assert others.acquire(timeout=SECONDS), "a part waits for the first"
+        else:
+            others.release()
+
+    case.on_write = on_write
+    case.commit("a", "b", "c", "d")
+    assert case.stored() == ["a", "b", "c", "d"]
+    assert case.done == [("u0", 4)]
+    assert not any(case.scratch.iterdir())
+
+
+def test_what_comes_after_a_failed_part_is_committed_where_nothing_can_be_kept(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its turn, the shard being there or not; the unit does not count as done."""
+    stock = DatasetWriter.commit_part
+
+    def commit_part(self: DatasetWriter, unit: str, rows: list[RolloutRow], *args: Any) -> Any:
+        if rows[0].prompt_key == "a":
+            raise OutputError("the disk is gone")
+        return stock(self, unit, rows, *args)
+
+    monkeypatch.setattr(DatasetWriter, "commit_part", commit_part)
+    with pytest.raises(OutputError, match="the disk is gone"):
+        case.commit("a", "b", "c")
+    assert case.stored() == ["b", "c"]
+    assert case.done == []
+    assert not any(case.scratch.iterdir())
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_a_shard_is_on_the_disk_before_its_turn(
+    local: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the commits of a unit would wait for it one after the other; an upload needs none."""
+    synced: list[Path] = []
+    monkeypatch.setattr("rollout.early_shard.sync_file", synced.append)
+    url = str(tmp_path / "out") if local else f"memory://{tmp_path.name}"
+    writer = DatasetWriter.open(Storage.open(url, {}), make_record(), scratch=tmp_path / "scratch")
+    with written_early(writer, [make_row("a")], write_verified, again=write_verified):
+        assert synced == (list((tmp_path / "scratch").iterdir()) if local else [])
+
+
+def test_a_queue_gives_each_part_in_turn_to_one_thread() -> None:
+    queue = PartQueue()
+    made = MadePart(write=write_verified)
+    first, second, other = (QueuedPart(unit=unit) for unit in ("u0", "u0", "u1"))
+    for part in (first, second, other):
+        queue.add(part)
+        assert queue.take(part.unit) is None
+    queue.put_made(second, made)
+    assert queue.take("u0") is None
+    queue.put_made(other, made)
+    assert queue.take("u1") == (other, made)
+    queue.put_made(first, made)
+    assert queue.take("u0") == (first, made)
+    assert queue.take("u0") is None
+    queue.remove(first)
+    assert queue.take("u0") == (second, made)
+    queue.remove(second)
+    assert queue.take("u0") is None
+
+
 @pytest.mark.parametrize("error", [OSError(28, "No space left"), DatasetError("shard: damaged")])
 def test_a_disk_that_does_not_take_a_shard_early_is_tried_at_its_turn(
     case: Case, error: Exception
@@ -117,8 +188,11 @@ def test_without_a_folder_for_it_nothing_is_written_early(case: Case, tmp_path: 
     (tmp_path / "file").touch()
     scratch = tmp_path / "file" / "folder"
     writer = DatasetWriter.open(case.storage, make_record(), scratch=scratch)
-    with written_early(writer, [make_row("a")], write_verified) as write:
-        assert write is write_verified
+
+    def again(*_: Any) -> Any: ...
+
+    with written_early(writer, [make_row("a")], write_verified, again=again) as write:
+        assert write is again
 
 
 def test_rollouts_that_finished_in_another_order_are_written_once(case: Case) -> None:
@@ -126,7 +200,7 @@ def test_rollouts_that_finished_in_another_order_are_written_once(case: Case) ->
     writes: list[str] = []
     case.on_write = writes.append
     rows = [make_row("a", 1), make_row("b"), make_row("a", 0)]
-    with written_early(case.writer, rows, write_verified) as write:
+    with written_early(case.writer, rows, write_verified, again=write_verified) as write:
         case.writer.commit_part("u0", rows, [], write)
     assert case.stored() == ["aab"]
     assert writes == ["aab"]

@@ -213,6 +213,22 @@ def test_the_last_parts_are_about_as_many_as_are_written_at_once(
     assert case.parts[1:] == ["u0: a.4 a.5 a.6 a.7 | 0", "u0: a.8 a.9 a.10 a.11 | 0"]
 
 
+def test_the_last_parts_get_smaller_as_less_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout.units._LEAST_LAST_BYTES", 2**20)  # of two rollouts
+    case = Case(tmp_path)
+    case.units.open("u0")
+    rows = [case.run("u0", "a", index, lengths=[70_000]) for index in range(24)]
+    for row in rows:
+        case.units.add("u0", row)
+        case.units.hurry(3)
+    sizes = [part.count("a.") for part in case.parts]
+    # a third of 24, of the 16 that are left then, of 10, of 6
+    assert sizes == [8, 6, 4, 2, 2, 2]
+    assert case.stored() == {("a", index) for index in range(24)}
+
+
 def test_the_last_parts_have_a_most_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollout.units._MOST_LAST_BYTES", 2**20)
     monkeypatch.setattr("rollout.units._LEAST_LAST_BYTES", 2**10)
