@@ -37,7 +37,8 @@ _OWNED = {
     "return_sampling_mask": "the capture",
     "hf_token": "the environment variable HF_TOKEN: the job file is recorded in the dataset",
 }
-# each lets tokens be drawn from a distribution that the capture does not see
+# each lets tokens be drawn from a distribution that the capture does not see, or lets several ranks
+# record what one has drawn
 _REFUSED = {
     "speculative_config": "speculative decoding",
     "spec_method": "speculative decoding",
@@ -48,6 +49,7 @@ _REFUSED = {
     "watermark_config": "watermarks",
     "enable_trace_replay": "trace replay",
     "runner": "runners other than generation",
+    "prefill_context_parallel_size": "prefill context parallelism",
     "data_parallel_size": "data parallelism inside one engine (one job for each replica works)",
 }
 # these change speed or memory but no distribution; any other argument is part of the fingerprint

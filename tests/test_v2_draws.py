@@ -12,7 +12,7 @@ import torch
 import v2_fakes
 from v2_fakes import Drawing, Sampler, Scheduled, decode
 
-from rollout.capture import v2
+from rollout.capture import v2_hooks
 from rollout.capture.batch import BatchRows
 from rollout.capture.request import GREEDY, KEPT, NONE, SKIP, TOP
 
@@ -99,13 +99,13 @@ def test_the_capture_draws_if_every_kind_agrees(
 
 def test_noise_that_is_not_known_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = Sampler()
-    assert v2._find_noise(sampler) is None  # on a CPU, where no kernel runs
+    assert v2_hooks.find_noise(sampler) is None  # on a CPU, where no kernel runs
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     module = SimpleNamespace(add_noise="noise")
     monkeypatch.setattr(importlib, "import_module", lambda _name: module)
-    assert v2._find_noise(sampler) == "noise"
+    assert v2_hooks.find_noise(sampler) == "noise"
     sampler.use_fp64_gumbel = True
-    assert v2._find_noise(sampler) is None
+    assert v2_hooks.find_noise(sampler) is None
 
 
 def test_an_engine_that_is_gone_leaves_vllm_its_draws(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ class Case:
 
 @pytest.fixture
 def case(monkeypatch: pytest.MonkeyPatch) -> Case:
-    monkeypatch.setattr(v2, "_find_noise", lambda _sampler: None)
+    monkeypatch.setattr(v2, "find_noise", lambda _sampler: None)
     return Case()
 
 

@@ -10,15 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import v2_fakes
 from noise import add_noise
 from spool_blocks import entries_of
 
 from rollout.capture import core
+from rollout.capture import worker as worker_module
 from rollout.capture.batch import BatchRows, RowCut, RowNoise
 from rollout.capture.core import CaptureCore
 from rollout.capture.request import KEPT, SKIP, CaptureSettings
+from rollout.capture.v2 import V2Adapter
+from rollout.capture.v2_follower import V2Follower
 from rollout.capture.worker import CaptureWorkerMixin
 from rollout.capture.worker_config import CONFIG_KEY
+from rollout.errors import EngineError
 from rollout.kernels.support_capture import capture_step
 from rollout.spool import SpoolReader
 
@@ -97,15 +102,111 @@ def test_the_capture_draws_where_it_agrees(agrees: bool) -> None:
     assert worker._adapter.on_step is None
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_one_of_several_ranks_draws_nothing(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.distributed import parallel_state
-
-    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: ranks)
+def test_the_capture_has_the_noise_of_its_adapter() -> None:
     worker = Capturing(draw_agrees=True)
     worker._adapter.add_noise = add_noise
     assert worker.determine_available_memory() == 2**30 - worker._capture.recorder.device_bytes
-    assert (worker._capture.can_draw, worker._capture.can_truncate) == (ranks == 1, ranks == 1)
+    assert worker._capture.can_draw
+    assert worker._capture.can_truncate
+
+
+class Ranks:
+    """Stands in for vLLM's groups of processes: of those that share a layer, and of the stages."""
+
+    def __init__(self, rank: int = 0, ranks: int = 1, *, last: bool = True, sent: int = 0) -> None:
+        self.rank_in_group, self.world_size = rank, ranks
+        self.is_last_rank = last
+        self.sent = sent
+        self.seen: list[tuple[int, list[int]]] = []
+
+    def broadcast(self, values: torch.Tensor, src: int) -> None:
+        if self.rank_in_group != src:
+            values.fill_(self.sent)
+        self.seen.append((src, values.tolist()))
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from vllm.distributed import parallel_state
+
+        monkeypatch.setattr(parallel_state, "get_tp_group", lambda: self)
+        monkeypatch.setattr(parallel_state, "get_pp_group", lambda: self)
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    Ranks().install(monkeypatch)
+
+
+class Sharing(Capturing):
+    """One of two ranks, with stand-ins of the V2 runner for the sampler's hooks."""
+
+    def __init__(self, rank: int, agrees: bool = True) -> None:
+        super().__init__(agrees)
+        self.model_runner = v2_fakes.Runner()
+        if rank:
+            self._adapter = self._capture = None
+            self._follower = V2Follower(self.model_runner, lambda _tokens: None)
+        else:
+            stand_in = self._adapter
+            self._adapter = V2Adapter(self.model_runner)
+            self._adapter.check_draw, self._adapter.check_cut = (
+                stand_in.check_draw,
+                stand_in.check_cut,
+            )
+
+
+@pytest.mark.parametrize("agrees", [True, False])
+def test_the_rank_that_records_tells_the_others_who_draws(
+    agrees: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "_is_v2", lambda _runner: True)
+    group = Ranks(0, 2)
+    group.install(monkeypatch)
+    worker = Sharing(0, agrees)
+    worker.compile_or_warm_up_model()
+    assert group.seen == [(0, [int(agrees)])]
+    assert (worker._adapter.on_drawn is not None) == agrees
+    if agrees:
+        worker._adapter.on_drawn(torch.tensor([4, 9]))
+        assert group.seen[1:] == [(0, [4, 9])]
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_other_ranks_follow_while_it_records(draws: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "_is_v2", lambda _runner: True)
+    Ranks(1, 2, sent=int(draws)).install(monkeypatch)
+    worker = Sharing(1)
+    worker.compile_or_warm_up_model()
+    assert worker._follower is not None
+    assert not worker._follower.following
+    worker.capture_start("folder")
+    assert worker._follower.following == draws
+    worker.capture_stop()
+    assert not worker._follower.following
+    assert worker.capture_facts() is None
+
+
+def test_a_rank_that_can_not_follow_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "_is_v2", lambda _runner: True)
+    Ranks(1, 2, sent=1).install(monkeypatch)
+    worker = Sharing(1)
+    assert worker._follower is not None
+    worker._follower.can_follow = False
+    with pytest.raises(EngineError, match=r"rank 1 .* otherwise than rank 0"):
+        worker.compile_or_warm_up_model()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "last", "is_v2"), [(1, True, True), (2, False, True), (2, True, False)]
+)
+def test_nothing_is_sent_without_need(
+    ranks: int, last: bool, is_v2: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "_is_v2", lambda _runner: is_v2)
+    group = Ranks(0, ranks, last=last)
+    group.install(monkeypatch)
+    worker = Capturing(draw_agrees=True)
+    worker.compile_or_warm_up_model()
+    assert group.seen == []
 
 
 @pytest.mark.parametrize(

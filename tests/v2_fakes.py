@@ -133,7 +133,7 @@ class Drawing:
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, *, drawn: int | None = 3, truncates: bool = False
     ) -> None:
-        monkeypatch.setattr(v2, "_find_noise", lambda _sampler: object())
+        monkeypatch.setattr(v2, "find_noise", lambda _sampler: object())
         for name in {"gumbel_sample", "apply_top_k_top_p"} & globals().keys():
             monkeypatch.setitem(globals(), name, globals()[name])  # put back in the end
         self.runner = Runner()

@@ -61,3 +61,6 @@ OnDraw = Callable[[torch.Tensor, BatchRows], torch.Tensor | None]
 """Called in place of `OnStep` where rows have their noise, with logits [N, V], masked but for what
 the rows' cut drops, and the N rows; returns [N] int64 sampled ids, or null if the engine is to draw
 them."""
+
+OnDrawn = Callable[[torch.Tensor], None]
+"""Called with the tokens of a step that is recorded, [N] int64."""

@@ -10,10 +10,7 @@ Source: vllm/v1/worker/gpu/sample/sampler.py and vllm/v1/worker/gpu/model_runner
 
 from __future__ import annotations
 
-import importlib
 import logging
-import sys
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rollout.capture.batch import BatchRows, OnDraw, OnStep, RowCut, RowNoise
+from rollout.capture.batch import BatchRows, OnDraw, OnDrawn, OnStep, RowCut, RowNoise
 from rollout.capture.request import KEPT, SKIP, kind_and_seed
 from rollout.capture.v2_check import TRIED_ROWS, TryDraw, compare_draws
+from rollout.capture.v2_hooks import find_noise, has_cuts, hook
 from rollout.errors import EngineError
-from rollout.kernels.launch import choose_impl
 
 _log = logging.getLogger(__name__)
 _FUSED = ("use_flashinfer", "use_xpu_sampler")  # the second exists since 0.31
@@ -53,6 +50,8 @@ class V2Adapter:
         """Called in each step; null while nothing is recorded."""
         self.on_draw: OnDraw | None = None
         """Called in its place in steps whose tokens are drawn there; null if none are."""
+        self.on_drawn: OnDrawn | None = None
+        """Called with the tokens of each step that is recorded, once they are drawn."""
         self.truncates = False
         """Whether KEPT rows are truncated there too, see `RowNoise.cut`; only if `check_cut`."""
         self._batch: Any = None
@@ -71,13 +70,13 @@ class V2Adapter:
         self._fused = [name for name in _FUSED if hasattr(sampler, name)]
         for name in self._fused:
             setattr(sampler, name, False)
-        self.add_noise = _find_noise(sampler)
+        self.add_noise = find_noise(sampler)
         """What the sampler draws by, see `TokenDraw`; null if it is not known."""
         self._stock_truncate: Callable[..., torch.Tensor] | None = None
         if self.add_noise is not None:
-            self._stock_draw = _hook(self, "gumbel_sample", "_draw")
-            if _has_cuts(sampler):
-                self._stock_truncate = _hook(self, "apply_top_k_top_p", "_truncate")
+            self._stock_draw = hook(self, sampler, "gumbel_sample", "_draw")
+            if has_cuts(sampler):
+                self._stock_truncate = hook(self, sampler, "apply_top_k_top_p", "_truncate")
         self._stock_add_request = sampler.add_request
         self._stock_sample = sampler.sample
         self._stock_runner_sample = runner.sample
@@ -130,10 +129,14 @@ class V2Adapter:
         return self._stock_truncate(logits, *args, **kwargs)
 
     def _draw(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Draw the tokens of logits [N, V] in place of vLLM's `gumbel_sample`.
+        """Draw the tokens of logits [N, V] in place of vLLM's `gumbel_sample`."""
+        tokens = self._drawn(logits, *args, **kwargs)
+        if self.on_drawn is not None and self.on_step is not None and self._batch is not None:
+            self.on_drawn(tokens)
+        return tokens
 
-        They are masked, except where `_truncate` has put that off.
-        """
+    def _drawn(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the tokens of logits, which are masked except where `_truncate` put that off."""
         put_off, self._put_off = self._put_off, None
         noise = self._noise_now()
         if noise is not None:
@@ -268,51 +271,3 @@ class _Requests:
     seeds: npt.NDArray[np.int64]
     prompt_lengths: npt.NDArray[np.int32]
     noise: RowNoise | None
-
-
-def _hook(adapter: V2Adapter, name: str, method: str) -> Callable[..., torch.Tensor]:
-    """Put an adapter's method in the place of a function that its sampler's module has; return it.
-
-    Args:
-        adapter: the module outlives its engine, whose weights must not stay with it.
-        name: of the function.
-        method: of the adapter; takes what the function takes.
-    """
-    module = sys.modules[type(adapter._sampler).__module__]
-    found = getattr(module, name)
-    # the hook of an earlier engine of this process goes
-    stock: Callable[..., torch.Tensor] = getattr(found, "stock", found)
-    reference = weakref.ref(adapter)
-
-    def hooked(*args: Any, **kwargs: Any) -> torch.Tensor:
-        there = reference()
-        call = stock if there is None else getattr(there, method)
-        result: torch.Tensor = call(*args, **kwargs)
-        return result
-
-    hooked.stock = stock  # type: ignore[attr-defined]
-    setattr(module, name, hooked)
-    return stock
-
-
-def _has_cuts(sampler: Any) -> bool:
-    """Return whether a sampler truncates by a function and by numbers that are known here."""
-    states = sampler.sampling_states
-    return hasattr(sys.modules[type(sampler).__module__], "apply_top_k_top_p") and all(
-        isinstance(getattr(getattr(states, name, None), "np", None), np.ndarray)
-        for name in ("top_k", "top_p")
-    )
-
-
-def _find_noise(sampler: Any) -> Any:
-    """Return the noise of a sampler's draws, or null if it is not known."""
-    module = sys.modules[type(sampler).__module__]
-    if not hasattr(module, "gumbel_sample") or getattr(sampler, "use_fp64_gumbel", False):
-        return None
-    if choose_impl(sampler.sampling_states.seeds.gpu, None) == "reference":
-        return None  # the noise is a kernel's
-    try:
-        return importlib.import_module("rollout.capture.v2_noise").add_noise
-    except ImportError as error:
-        _log.info("vLLM draws the tokens: %s", error)
-        return None

@@ -16,7 +16,9 @@ from rollout.capture.lifeline import follow_job
 from rollout.capture.request import CaptureSettings
 from rollout.capture.v1 import V1Adapter
 from rollout.capture.v2 import V2Adapter
+from rollout.capture.v2_follower import V2Follower
 from rollout.capture.worker_config import CONFIG_KEY
+from rollout.errors import EngineError
 
 
 class CaptureWorkerMixin:
@@ -27,6 +29,7 @@ class CaptureWorkerMixin:
     device: Any
     _capture: CaptureCore | None = None
     _adapter: V1Adapter | V2Adapter | None = None
+    _follower: V2Follower | None = None
     _draws_tokens = False
 
     def init_device(self, *args: Any, **kwargs: Any) -> Any:
@@ -35,11 +38,17 @@ class CaptureWorkerMixin:
         return super().init_device(*args, **kwargs)  # type: ignore[misc]
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the weights, then hook the sampler on the one rank whose samples are returned."""
+        """Load the weights, then hook the sampler of the ranks that sample.
+
+        One of them returns its samples, and records.
+        """
         result = super().load_model(*args, **kwargs)  # type: ignore[misc]
-        if _returns_samples():
+        rank, _ = _sampling_rank()
+        if rank == 0:
             adapter = V2Adapter if _is_v2(self.model_runner) else V1Adapter
             self._adapter = adapter(self.model_runner)
+        elif rank is not None and _is_v2(self.model_runner):
+            self._follower = V2Follower(self.model_runner, _from_first_rank)
         return result
 
     def determine_available_memory(self) -> int:
@@ -57,7 +66,7 @@ class CaptureWorkerMixin:
             max_rows=self.vllm_config.scheduler_config.max_num_seqs,
             vocab_size=self.vllm_config.model_config.get_vocab_size(),
             steps_in_flight=self.vllm_config.max_concurrent_batches,
-            add_noise=self._adapter.add_noise if _samples_alone() else None,
+            add_noise=self._adapter.add_noise,
         )
         if self.vllm_config.cache_config.kv_cache_memory_bytes is not None:
             return available
@@ -74,10 +83,26 @@ class CaptureWorkerMixin:
             adapter.truncates = (
                 self._draws_tokens and self._capture.can_truncate and adapter.check_cut(try_draw)
             )
+        self._share_draws()
         return super().compile_or_warm_up_model(*args, **kwargs)  # type: ignore[misc]
+
+    def _share_draws(self) -> None:
+        """Have every rank that samples know whether the capture draws the tokens of all."""
+        rank, ranks = _sampling_rank()
+        if rank is None or ranks == 1 or not _is_v2(self.model_runner):
+            return
+        draws = torch.tensor([self._draws_tokens], dtype=torch.int64, device=self.device)
+        _from_first_rank(draws)
+        self._draws_tokens = bool(draws.item())
+        if isinstance(self._adapter, V2Adapter) and self._draws_tokens:
+            self._adapter.on_drawn = _from_first_rank
+        if self._follower is not None and self._draws_tokens and not self._follower.can_follow:
+            raise EngineError(f"rank {rank} draws its tokens otherwise than rank 0: another vLLM?")
 
     def capture_start(self, folder: str) -> None:
         """Start recording into a spool folder."""
+        if self._follower is not None:
+            self._follower.following = self._draws_tokens
         if self._adapter is not None:
             assert self._capture is not None
             self._capture.start(folder)
@@ -86,6 +111,8 @@ class CaptureWorkerMixin:
 
     def capture_stop(self) -> None:
         """Stop recording: sampling goes on as in stock vLLM."""
+        if self._follower is not None:
+            self._follower.following = False
         if self._adapter is not None and self._capture is not None:
             self._adapter.on_step = None
             self._capture.stop()
@@ -125,15 +152,19 @@ def _is_v2(runner: Any) -> bool:
     return any(module.startswith("vllm.v1.worker.gpu.") for module in modules)
 
 
-def _samples_alone() -> bool:
-    # other ranks of a tensor-parallel engine draw the same tokens by themselves, which none may
-    # come to by another way
-    from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
+def _sampling_rank() -> tuple[int | None, int]:
+    """Return this process's rank among those that sample, null if it does not, and their number.
 
-    return bool(get_tensor_model_parallel_world_size() == 1)
+    Rank 0 returns its samples.
+    """
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    group = get_tp_group()
+    return (group.rank_in_group if get_pp_group().is_last_rank else None), group.world_size
 
 
-def _returns_samples() -> bool:
-    from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+def _from_first_rank(values: torch.Tensor) -> None:
+    """Fill a tensor with what the first of the ranks that sample has in it; on all of them."""
+    from vllm.distributed.parallel_state import get_tp_group
 
-    return bool(get_pp_group().is_last_rank) and get_tensor_model_parallel_rank() == 0
+    get_tp_group().broadcast(values, src=0)
