@@ -8,13 +8,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+DEVICES = torch.cuda.device_count()
 HERE = Path(__file__).parent
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("runner", ["v1", "v2"])
-@pytest.mark.parametrize("check", ["exact", "untruncated", "alignment", "processed", "overflow"])
+@pytest.mark.parametrize(
+    "check",
+    [
+        *("exact", "untruncated", "alignment", "processed", "overflow"),
+        pytest.param("ranks", marks=pytest.mark.skipif(DEVICES < 2, reason="needs two devices")),
+    ],
+)
 def test_capture_on_cuda(check: str, runner: str) -> None:
     environment = os.environ | {
         "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0",

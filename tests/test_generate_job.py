@@ -264,7 +264,12 @@ def job_file(folder: Path, model: Path, /, **sections: Any) -> Path:
         ),
         ({}, ["engine.tensor_parallel_size=64"], 2, "must be divisible by tensor parallel size"),
         ({}, ["engine.speculative_config={method: ngram}"], 2, "speculative decoding"),
-        ({}, ["engine.prefill_context_parallel_size=2"], 2, "context parallelism can't be captured"),
+        (
+            {},
+            ["engine.prefill_context_parallel_size=2"],
+            2,
+            "context parallelism can't be captured",
+        ),
         ({}, ["reward=absent.py:f"], 3, "reward absent.py:f"),
     ],
 )

@@ -124,12 +124,14 @@ def _set_switched(worker: Any, on: bool) -> tuple[list[float], list[float], list
     Returns:
         At the end: of each step when it began, the seconds waited for the device by then, its rows.
     """
-    adapter = worker._adapter
-    if adapter is None:
+    adapter, follower = worker._adapter, worker._follower
+    if adapter is None and follower is None:
         return None
     runner = worker.model_runner
     if on:
-        inner, on_step = runner.sample, adapter.on_step
+        inner = runner.sample
+        on_step = None if adapter is None else adapter.on_step
+        following = follower is not None and follower.following
         starts: list[float] = []
         waits: list[float] = []
         counts: list[int] = []
@@ -144,7 +146,10 @@ def _set_switched(worker: Any, on: bool) -> tuple[list[float], list[float], list
 
         def sample(hidden_states: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
             recorded = len(starts) // BLOCK % 2 == 0
-            adapter.on_step = on_step if recorded else None
+            if adapter is not None:
+                adapter.on_step = on_step if recorded else None
+            if follower is not None:  # on every rank in the same steps
+                follower.following = following and recorded
             set_fused(worker, not recorded)
             starts.append(time.perf_counter())
             waits.append(waited)
