@@ -31,6 +31,7 @@ from rollout.storage_errors import may_pass
 
 _log = logging.getLogger(__name__)
 _LAST_RETRY_SECONDS = 1.0
+_WAITING_PARTS = 4  # for each thread: a slow part may hold up so many that are written
 
 
 @dataclass(kw_only=True, slots=True)
@@ -89,7 +90,7 @@ class Committer:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="rollout-commit")
         self._parts = PartPool()
         self._lock = threading.Condition()
-        self._queue = PartQueue()
+        self._queue = PartQueue(_WAITING_PARTS * threads)
         self._pending = 0
         self._pending_bytes = 0
         self._error: BaseException | None = None
@@ -202,6 +203,7 @@ class Committer:
         made = MadePart(write=write)
         if part.last:
             return made
+        self._queue.wait_for_room(part)
         try:
             with self._parts.part(part.rows) as work:
                 good, rejected = self._checked(part, work)

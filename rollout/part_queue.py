@@ -50,19 +50,33 @@ class QueuedPart:
 class PartQueue:
     """The parts of each unit, in the order of their commits; used from several threads."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, most_made: int) -> None:
+        """Start with none.
+
+        Args:
+            most_made: parts whose shards may wait for their turn: they take room on a disk.
+        """
+        self._lock = threading.Condition()
         self._parts: dict[str, deque[QueuedPart]] = {}
+        self._most_made = most_made
+        self._made = 0
 
     def add(self, part: QueuedPart) -> None:
         """Put a part behind those of its unit."""
         with self._lock:
             self._parts.setdefault(part.unit, deque()).append(part)
 
+    def wait_for_room(self, part: QueuedPart) -> None:
+        """Return once a part may be made: few others wait, or it is its turn, so one always may."""
+        with self._lock:
+            queue = self._parts[part.unit]
+            self._lock.wait_for(lambda: self._made < self._most_made or queue[0] is part)
+
     def put_made(self, part: QueuedPart, made: MadePart) -> None:
         """Say that a part can be committed; then `take` its unit's first."""
         with self._lock:
             part.made = made
+            self._made += 1
 
     def take(self, unit: str) -> tuple[QueuedPart, MadePart] | None:
         """Return a unit's first part to the thread that is to commit it.
@@ -84,3 +98,5 @@ class PartQueue:
             queue.popleft()
             if not queue:
                 del self._parts[part.unit]
+            self._made -= 1
+            self._lock.notify_all()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 import pytest
 from synthetic import make_record, make_row, plan
+from waiting import wait_for
 
 from rollout.commits import iter_commits
 from rollout.committer import Committer
@@ -146,7 +150,7 @@ def test_a_shard_is_on_the_disk_before_its_turn(
 
 
 def test_a_queue_gives_each_part_in_turn_to_one_thread() -> None:
-    queue = PartQueue()
+    queue = PartQueue(9)
     made = MadePart(write=write_verified)
     first, second, other = (QueuedPart(unit=unit) for unit in ("u0", "u0", "u1"))
     for part in (first, second, other):
@@ -163,6 +167,52 @@ def test_a_queue_gives_each_part_in_turn_to_one_thread() -> None:
     assert queue.take("u0") == (second, made)
     queue.remove(second)
     assert queue.take("u0") is None
+
+
+def test_shards_that_wait_for_a_slow_part_take_so_much_room(case: Case) -> None:
+    """With two threads ten may be there: eight that are written, and two that are being written."""
+    prompts = [f"p{number:02}" for number in range(30)]
+    case.writer.append_plan(plan("u0", *prompts))
+    there: list[int] = []
+
+    def on_write(prompts: str) -> None:
+        there.append(len(list(case.scratch.iterdir())))
+        if prompts == "p00":
+            # the other thread has written all that it may, and waits for this one
+            wait_for(lambda: len(there) == 1 + 8)
+            time.sleep(0.2)
+            assert len(there) == 1 + 8
+
+    case.on_write = on_write
+    for prompt in prompts:
+        case.committer.commit("u0", [make_row(prompt)], [])
+    case.committer.wait()
+    assert case.stored() == prompts
+    assert max(there) <= 10
+
+
+@pytest.mark.parametrize("most", [1, 2, 5])
+def test_a_queue_without_room_gives_every_part_its_turn(most: int) -> None:
+    """Whatever the order in which threads come to parts of several units."""
+    rng = random.Random(most)
+    queue, made = PartQueue(most), MadePart(write=write_verified)
+    parts = [QueuedPart(unit=f"u{rng.randrange(3)}") for _ in range(300)]
+    done: list[QueuedPart] = []
+
+    def run(part: QueuedPart) -> None:
+        queue.wait_for_room(part)
+        time.sleep(rng.random() * 1e-3)
+        queue.put_made(part, made)
+        while (first := queue.take(part.unit)) is not None:
+            done.append(first[0])
+            queue.remove(first[0])
+
+    with ThreadPoolExecutor(4) as pool:
+        for part in parts:
+            queue.add(part)
+            pool.submit(run, part)
+    for unit in ("u0", "u1", "u2"):
+        assert [p for p in done if p.unit == unit] == [p for p in parts if p.unit == unit]
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left"), DatasetError("shard: damaged")])
