@@ -96,7 +96,7 @@ def test_an_outage_keeps_parts_and_commits_them_when_the_output_is_back(case: Ca
 def test_a_part_that_is_kept_just_when_the_output_comes_back_is_uploaded_too(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    committer = case.committer(case.pending, last_seconds=1.0)
+    committer = case.committer(case.pending)
     stock = case.pending.save
 
     def save(unit: str, rows: list[RolloutRow], *args: Any) -> bool:

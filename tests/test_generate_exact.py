@@ -157,7 +157,8 @@ def test_preemption_chunked_prefill_and_stops_misalign_nothing(
         model,
         prompts,
         tmp_path / "out",
-        sampling={"max_tokens": 90, "stop_token_ids": [40, 41], "ignore_eos": True},
+        # two of these stop no row once in five hundred runs
+        sampling={"max_tokens": 90, "stop_token_ids": list(range(40, 46)), "ignore_eos": True},
         engine={
             "num_gpu_blocks_override": 20,
             "block_size": 32,

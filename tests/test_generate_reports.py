@@ -155,7 +155,7 @@ def test_u05_ids_beyond_the_tokenizer_are_kept(tmp_path: Path) -> None:
         model,
         prompts,
         tmp_path / "out",
-        sampling={"temperature": 1.5, "top_p": 0.98, "max_tokens": 32},
+        sampling={"n": 4, "temperature": 1.5, "top_p": 0.98, "max_tokens": 32},
         engine={"max_num_seqs": 32},
     )
     with seen_logits() as seen:
@@ -312,7 +312,7 @@ def test_u09_the_policy_is_the_users(model: Path, tmp_path: Path) -> None:
         tmp_path / "p.jsonl", [{"id": "long", "prompt_token_ids": list(range(1, 101))}]
     )
     sections: dict[str, Any] = {
-        "sampling": {"max_tokens": 4, "top_p": 0.9},
+        "sampling": {"max_tokens": 4, "top_p": 0.9, "ignore_eos": True},
         "engine": {"max_model_len": 64},
     }
     failing = make_job(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from waiting import open_below
 
 from rollout.local_files import (
     link_bytes,
@@ -86,9 +87,8 @@ def test_bytes_are_on_the_disk_before_their_name_and_the_name_before_the_end(
         stock(file)
 
     case.monkeypatch.setattr(os, "fsync", sync)
-    open_files = len(os.listdir("/proc/self/fd"))
     way(case)
-    assert len(os.listdir("/proc/self/fd")) == open_files
+    assert not open_below(case.local.parent)
     *files, last = synced
     assert set(files) == {("file", len(DATA), False)}
     assert len(files) == (2 if way is Case.copy else 1)  # the copy is another file

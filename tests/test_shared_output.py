@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 from fake_engine import fake_engine, fake_job, write_ids
 from s3_server import s3_server
+from waiting import wait_for
 
 from rollout.dataset import read_dataset
 from rollout.lease import has_died, process_name
@@ -33,7 +33,7 @@ from rollout.errors import RolloutError
 from rollout.pipeline import generate
 prompts, output, sections, log = json.loads(sys.argv[1])
 with fake_engine() as engine:
-    engine.step_seconds, engine.log = 0.02, Path(log)
+    engine.step_seconds, engine.log = 0.1, Path(log)
     try:
         summary = generate(fake_job(Path(prompts), output, **sections), show_progress=False)
     except RolloutError as error:
@@ -123,8 +123,8 @@ def test_u17_the_units_of_a_killed_process_are_taken_over(tmp_path: Path) -> Non
         process(prompts, str(output), log) as a,
         process(prompts, str(output), tmp_path / "other") as b,
     ):
-        while not (log.exists() and (tmp_path / "other").exists()):
-            time.sleep(0.01)
+        wait_for(lambda: a.poll() is not None or (log.exists() and (tmp_path / "other").exists()))
+        assert a.poll() is None
         a.kill()
         a.wait()
         left = summary_of(b)
@@ -140,8 +140,7 @@ def test_u17_another_run_is_refused_while_one_works(tmp_path: Path) -> None:
     prompts, log = write_ids(tmp_path / "p.jsonl", 160), tmp_path / "log"
     output = str(tmp_path / "out")
     with process(prompts, output, log) as a:
-        while not log.exists():
-            time.sleep(0.01)
+        wait_for(lambda: log.exists() or a.poll() is not None)
         with process(prompts, output, log, sampling={"temperature": 0.5}) as b:
             _, err = b.communicate(timeout=60)
         assert b.returncode == 4

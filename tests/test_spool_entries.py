@@ -1,11 +1,11 @@
 """Entries stay in the spool as long as somebody needs them, and no longer."""
 
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 from assemble_cases import PAIR, block, feed, needed, open_spool, pack, row, spooled, take
+from waiting import open_below
 
 from rollout import spool
 from rollout.assemble import Assembler, CapturedTokens
@@ -129,14 +129,14 @@ def test_a_token_without_entries_needs_no_segment(tmp_path: Path) -> None:
 
 def test_segments_are_closed_again(tmp_path: Path) -> None:
     put(tmp_path, list(range(600)), [7])
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_below(tmp_path)  # what writes them
     for width in (2, 600):  # read together, and each by itself
         addresses = np.array([0, 1 << SEGMENT_BITS])
         found = load_entries(tmp_path, addresses, np.array([width, 1], np.int32))
         assert found.tolist() == [*range(width), 7]
     with pytest.raises(OSError, match="a segment ends"):
         load_entries(tmp_path, np.array([8]), np.array([600], np.int32))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_below(tmp_path) == before
 
 
 def test_what_the_disk_does_not_take_is_not_moved(

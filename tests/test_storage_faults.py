@@ -259,7 +259,7 @@ def test_a_signal_in_an_outage_keeps_what_is_finished(
     start = time.monotonic()
     with pytest.raises(StoppedError, match=r"finished rollouts are kept in"):
         run(config)
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 100
     proxy.rule = lambda call: None
     run(config)
     assert stored(config, server) == PROMPTS

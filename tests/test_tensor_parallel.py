@@ -47,7 +47,7 @@ def test_one_of_two_ranks_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for row in read_rows(tmp_path / "out"):
         kept = {end - start for start, end in pairwise(row["support_offsets"])}
         if row["temperature"] == 0.7:
-            assert kept == {20}
+            assert 20 in kept <= {20, 21}  # equal logits at the border
         elif row["support_kind"] == "top":
             assert kept == {32}
         kinds[row["support_kind"]] += 1
