@@ -255,7 +255,7 @@ class OutputConfig(Section):
     shard_bytes: Int = Field(default=256 * 2**20, ge=2**20)
     """Raw bytes after which a part of a unit is committed early."""
     commit_threads: Annotated[Int, Field(ge=1)] | None = None
-    """Parts written side by side; null: four fewer than there are cores, but 4 to 16."""
+    """Parts written side by side; null: four fewer than cores that the job may use, but 4 to 16."""
     flush_seconds: Float = Field(default=100.0, gt=0.0)
     """Finished rollouts are committed at least this often."""
     retry_seconds: Float = Field(default=300.0, gt=0.0)

@@ -83,7 +83,8 @@ class Run:
         config = job.config
         self._budget = spool_bytes
         self._window = Window(job, engine, stopping, spool_bytes=spool_bytes)
-        threads = self._threads = config.output.commit_threads or _threads()
+        self._cores = len(os.sched_getaffinity(0))  # of these; the engine may bind this thread
+        threads = self._threads = config.output.commit_threads or _threads(self._cores)
         self._claims = Claims(leases, most=threads)
         self._committer = Committer(
             writer,
@@ -300,7 +301,7 @@ class Run:
             return
         rate = captured / max(time.monotonic() - self._start_time, 1.0)
         # some at least, since units may end together
-        wanted = _cores() // _OTHER_CORES + math.ceil(rate / _PROCESS_RATE)
+        wanted = self._cores // _OTHER_CORES + math.ceil(rate / _PROCESS_RATE)
         if wanted > self._prepared:
             self._prepared = wanted
             self._committer.prepare(wanted)
@@ -359,10 +360,6 @@ class Run:
             )
 
 
-def _threads() -> int:
+def _threads(cores: int) -> int:
     """Choose how many parts are written side by side, at a lower priority than the engine."""
-    return min(max(_cores() - _OTHER_CORES, _FEWEST_THREADS), _MOST_THREADS)
-
-
-def _cores() -> int:
-    return os.cpu_count() or 1
+    return min(max(cores - _OTHER_CORES, _FEWEST_THREADS), _MOST_THREADS)
