@@ -35,8 +35,10 @@ class Following:
         self.received.append(len(tokens))
         tokens.copy_(torch.arange(len(tokens)) + 20)
 
-    def step(self, computed: int) -> list[int]:
-        tokens, logits = self.runner.step([decode("a", 2, computed), decode("b", 5, computed)])
+    def step(self, computed: int, names: str = "ab") -> list[int]:
+        slots = {"a": 2, "b": 5}
+        rows = [decode(name, slots[name], computed) for name in names]
+        tokens, logits = self.runner.step(rows)
         self.masked.append(bool((logits[:, 0] == -torch.inf).all()))
         drawn: list[int] = tokens.tolist()
         return drawn
@@ -47,12 +49,30 @@ def test_a_rank_that_follows_neither_truncates_nor_draws(monkeypatch: pytest.Mon
     assert case.step(1) == [CUT, CUT]
     case.follower.following = True
     assert [case.step(2), case.step(3)] == [[20, 21], [20, 21]]
-    # vLLM's warm-up, which the other rank does not record
+    # vLLM's warm-up, which the other rank does not send
     assert case.runner.sampler.sample(torch.zeros(2, 4))[0].tolist() == [CUT, CUT]
+    # a step without a request of ours: b's slot is cut as well once it asks for it
+    case.runner.add("b", 5, 1, SKIP, top_k=5)
+    assert case.step(4, "b") == [CUT]
+    assert case.step(5, "a") == [20]
     case.follower.following = False
-    assert case.step(4) == [CUT, CUT]
-    assert case.received == [2, 2]
-    assert case.masked == [True, False, False, True]
+    assert case.step(6) == [CUT, CUT]
+    assert case.received == [2, 2, 1]
+    assert case.masked == [True, False, False, True, False, True]
+
+
+@pytest.mark.parametrize("name", ["use_flashinfer", "use_xpu_sampler"])
+def test_a_rank_that_follows_draws_by_no_fused_kernel(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = Runner.__init__
+
+    def init(self: Runner) -> None:
+        stock(self)
+        setattr(self.sampler, name, True)
+
+    monkeypatch.setattr(Runner, "__init__", init)
+    assert getattr(Following(monkeypatch).runner.sampler, name) is False
 
 
 def test_a_step_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,29 +102,35 @@ def test_an_engine_that_is_gone_leaves_vllm_its_draws(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("truncates", [True, False])
 @pytest.mark.parametrize(
-    ("drawn", "kind", "tokens"),
+    ("drawn", "kinds", "tokens", "sends"),
     [
-        (3, KEPT, 3),  # by the capture
-        (None, KEPT, CUT),  # it had no room
-        (3, SKIP, CUT),  # not a request of ours
+        (3, (KEPT, KEPT), 3, True),  # by the capture
+        (None, (KEPT, KEPT), CUT, True),  # it had no room
+        (3, (SKIP, KEPT), CUT, True),  # one is not a request of ours
+        (3, (SKIP, SKIP), CUT, False),
     ],
 )
 def test_what_was_drawn_is_sent_whoever_drew_it(
-    monkeypatch: pytest.MonkeyPatch, truncates: bool, drawn: int | None, kind: int, tokens: int
+    monkeypatch: pytest.MonkeyPatch,
+    truncates: bool,
+    drawn: int | None,
+    kinds: tuple[int, int],
+    tokens: int,
+    sends: bool,
 ) -> None:
     case = Drawing(monkeypatch, drawn=drawn, truncates=truncates)
     sent: list[list[int]] = []
     case.adapter.on_drawn = lambda found: sent.append(found.tolist())
-    case.runner.add("a", 0, 1, kind, top_k=5)
-    case.runner.add("b", 4, 1, KEPT, top_k=5)
+    case.runner.add("a", 0, 1, kinds[0], top_k=5)
+    case.runner.add("b", 4, 1, kinds[1], top_k=5)
     rows = decode("a", 0, 1), decode("b", 4, 1)
     assert case.tokens(*rows) == [tokens, tokens]
-    assert sent == [[tokens, tokens]]
-    # nobody waits for these
-    case.runner.sampler.sample(torch.zeros(2, 4))
+    case.runner.sampler.sample(torch.zeros(2, 4))  # nobody waits for these
+    assert sent == ([[tokens, tokens]] if sends else [])
+    # another rank knows what is in a batch, and not whether it is recorded
     case.adapter.on_step = None
-    case.tokens(*rows)
-    assert len(sent) == 1
+    assert case.tokens(*rows) == [CUT, CUT]
+    assert sent[1:] == ([[CUT, CUT]] if sends else [])
 
 
 @pytest.mark.engine

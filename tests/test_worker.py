@@ -23,7 +23,6 @@ from rollout.capture.v2 import V2Adapter
 from rollout.capture.v2_follower import V2Follower
 from rollout.capture.worker import CaptureWorkerMixin
 from rollout.capture.worker_config import CONFIG_KEY
-from rollout.errors import EngineError
 from rollout.kernels.support_capture import capture_step
 from rollout.spool import SpoolReader
 
@@ -113,22 +112,33 @@ def test_the_capture_has_the_noise_of_its_adapter() -> None:
 class Ranks:
     """Stands in for vLLM's groups of processes: of those that share a layer, and of the stages."""
 
-    def __init__(self, rank: int = 0, ranks: int = 1, *, last: bool = True, sent: int = 0) -> None:
+    def __init__(
+        self, rank: int = 0, ranks: int = 1, *, last: bool = True, others: int = 1
+    ) -> None:
         self.rank_in_group, self.world_size = rank, ranks
         self.is_last_rank = last
-        self.sent = sent
-        self.seen: list[tuple[int, list[int]]] = []
+        self.others = others
+        """The least that the other ranks say."""
+        self.asked: list[int] = []
+        self.sent: list[list[int]] = []
+        self.device_communicator: Any = SimpleNamespace(broadcast=self.broadcast)
+        self.cpu_group = object()
 
     def broadcast(self, values: torch.Tensor, src: int) -> None:
-        if self.rank_in_group != src:
-            values.fill_(self.sent)
-        self.seen.append((src, values.tolist()))
+        assert src == 0
+        self.sent.append(values.tolist())
+
+    def all_reduce(self, value: torch.Tensor, op: Any, group: object) -> None:
+        assert (op, group) == (torch.distributed.ReduceOp.MIN, self.cpu_group)
+        self.asked.append(int(value))
+        value.clamp_(max=self.others)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from vllm.distributed import parallel_state
 
         monkeypatch.setattr(parallel_state, "get_tp_group", lambda: self)
         monkeypatch.setattr(parallel_state, "get_pp_group", lambda: self)
+        monkeypatch.setattr(torch.distributed, "all_reduce", self.all_reduce)
 
 
 @pytest.fixture(autouse=True)
@@ -154,45 +164,56 @@ class Sharing(Capturing):
             )
 
 
-@pytest.mark.parametrize("agrees", [True, False])
-def test_the_rank_that_records_tells_the_others_who_draws(
-    agrees: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("agrees", "others"), [(True, 1), (True, 0), (False, 1)])
+def test_the_rank_that_records_sends_its_tokens_where_all_can_take_them(
+    agrees: bool, others: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_module, "_is_v2", lambda _runner: True)
-    group = Ranks(0, 2)
+    group = Ranks(0, 2, others=others)
     group.install(monkeypatch)
     worker = Sharing(0, agrees)
     worker.compile_or_warm_up_model()
-    assert group.seen == [(0, [int(agrees)])]
-    assert (worker._adapter.on_drawn is not None) == agrees
-    if agrees:
-        worker._adapter.on_drawn(torch.tensor([4, 9]))
-        assert group.seen[1:] == [(0, [4, 9])]
-
-
-@pytest.mark.parametrize("draws", [True, False])
-def test_other_ranks_follow_while_it_records(draws: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_module, "_is_v2", lambda _runner: True)
-    Ranks(1, 2, sent=int(draws)).install(monkeypatch)
-    worker = Sharing(1)
-    worker.compile_or_warm_up_model()
-    assert worker._follower is not None
-    assert not worker._follower.following
+    assert group.asked == [int(agrees)]
+    draws = agrees and others == 1
+    assert (worker._adapter.on_drawn is not None) == draws
+    assert worker._adapter.truncates == draws
     worker.capture_start("folder")
-    assert worker._follower.following == draws
+    assert (worker._adapter.on_draw is not None) == draws
+    if draws:
+        worker._adapter.on_drawn(torch.tensor([4, 9]))
+        assert group.sent == [[4, 9]]
+
+
+@pytest.mark.parametrize(("can", "others"), [(True, 1), (True, 0), (False, 1)])
+def test_another_rank_follows_where_it_can_and_is_sent_tokens(
+    can: bool, others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "_is_v2", lambda _runner: True)
+    group = Ranks(1, 2, others=others)
+    group.install(monkeypatch)
+    worker = Sharing(1)
+    assert worker._follower is not None
+    worker._follower.can_follow = can
+    worker.compile_or_warm_up_model()
+    assert group.asked == [int(can)]
+    assert worker._follower.following == (can and others == 1)
+    # whatever it is told of a recording, and when
+    worker.capture_start("folder")
     worker.capture_stop()
-    assert not worker._follower.following
+    assert worker._follower.following == (can and others == 1)
     assert worker.capture_facts() is None
 
 
-def test_a_rank_that_can_not_follow_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_module, "_is_v2", lambda _runner: True)
-    Ranks(1, 2, sent=1).install(monkeypatch)
-    worker = Sharing(1)
-    assert worker._follower is not None
-    worker._follower.can_follow = False
-    with pytest.raises(EngineError, match=r"rank 1 .* otherwise than rank 0"):
-        worker.compile_or_warm_up_model()
+@pytest.mark.parametrize("nccl", [None, SimpleNamespace(disabled=True)])
+def test_tokens_go_by_torch_where_vllm_has_no_nccl_of_its_own(
+    nccl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Ranks(0, 2)
+    group.install(monkeypatch)
+    group.device_communicator = SimpleNamespace(pynccl_comm=nccl, broadcast=None)
+    tokens: Any = SimpleNamespace(device=torch.device("cuda"), tolist=lambda: [3])
+    worker_module._from_first_rank(tokens)
+    assert group.sent == [[3]]
 
 
 @pytest.mark.parametrize(
@@ -206,7 +227,8 @@ def test_nothing_is_sent_without_need(
     group.install(monkeypatch)
     worker = Capturing(draw_agrees=True)
     worker.compile_or_warm_up_model()
-    assert group.seen == []
+    assert not group.asked
+    assert not group.sent
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def _set_switched(worker: Any, on: bool) -> tuple[list[float], list[float], list
     runner = worker.model_runner
     if on:
         inner = runner.sample
-        on_step = None if adapter is None else adapter.on_step
+        on_step, on_drawn = (None, None) if adapter is None else (adapter.on_step, adapter.on_drawn)
         following = follower is not None and follower.following
         starts: list[float] = []
         waits: list[float] = []
@@ -148,6 +148,7 @@ def _set_switched(worker: Any, on: bool) -> tuple[list[float], list[float], list
             recorded = len(starts) // BLOCK % 2 == 0
             if adapter is not None:
                 adapter.on_step = on_step if recorded else None
+                adapter.on_drawn = on_drawn if recorded else None
             if follower is not None:  # on every rank in the same steps
                 follower.following = following and recorded
             set_fused(worker, not recorded)
@@ -156,12 +157,16 @@ def _set_switched(worker: Any, on: bool) -> tuple[list[float], list[float], list
             counts.append(len(batch.req_ids))
             return inner(hidden_states, batch, *args, **kwargs)
 
-        worker._bench = (inner, wait, starts, waits, counts)
+        worker._bench = (inner, wait, on_drawn, following, starts, waits, counts)
         runner.sample = sample
         torch.cuda.Event.synchronize = timed_wait  # type: ignore[method-assign,assignment]
         return None
     set_fused(worker, False)
-    runner.sample, wait, starts, waits, counts = worker._bench
+    runner.sample, wait, on_drawn, following, starts, waits, counts = worker._bench
+    if adapter is not None:
+        adapter.on_drawn = on_drawn
+    if follower is not None:
+        follower.following = following
     torch.cuda.Event.synchronize = wait  # type: ignore[method-assign]
     return starts, waits, counts
 

@@ -63,4 +63,4 @@ the rows' cut drops, and the N rows; returns [N] int64 sampled ids, or null if t
 them."""
 
 OnDrawn = Callable[[torch.Tensor], None]
-"""Called with the tokens of a step that is recorded, [N] int64."""
+"""Called with the tokens of a step, [N] int64."""

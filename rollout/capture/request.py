@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 KEY = "rollout"  # under SamplingParams.extra_args
 
 # kinds of a row; the values are those of rollout.kernels.support_capture
@@ -38,3 +41,13 @@ def kind_and_seed(params: Any) -> tuple[int, int]:
     """
     ours = (getattr(params, "extra_args", None) or {}).get(KEY)
     return (int(ours["kind"]), int(ours["seed"])) if ours else (SKIP, 0)
+
+
+def has_ours(kinds: npt.NDArray[np.int8], batch: Any) -> bool:
+    """Return whether requests of ours are in a step of the V2 runner; all its ranks say the same.
+
+    Args:
+        kinds: what `kind_and_seed` says of the request in each slot.
+        batch: vLLM's InputBatch; null in its warm-up, which calls the sampler by itself.
+    """
+    return batch is not None and bool(kinds[batch.idx_mapping_np].any())  # SKIP is 0

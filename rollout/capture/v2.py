@@ -20,13 +20,12 @@ import numpy.typing as npt
 import torch
 
 from rollout.capture.batch import BatchRows, OnDraw, OnDrawn, OnStep, RowCut, RowNoise
-from rollout.capture.request import KEPT, SKIP, kind_and_seed
+from rollout.capture.request import KEPT, SKIP, has_ours, kind_and_seed
 from rollout.capture.v2_check import TRIED_ROWS, TryDraw, compare_draws
-from rollout.capture.v2_hooks import find_noise, has_cuts, hook
+from rollout.capture.v2_hooks import find_noise, has_cuts, hook, switch_fused_off
 from rollout.errors import EngineError
 
 _log = logging.getLogger(__name__)
-_FUSED = ("use_flashinfer", "use_xpu_sampler")  # the second exists since 0.31
 
 
 class V2Adapter:
@@ -51,7 +50,7 @@ class V2Adapter:
         self.on_draw: OnDraw | None = None
         """Called in its place in steps whose tokens are drawn there; null if none are."""
         self.on_drawn: OnDrawn | None = None
-        """Called with the tokens of each step that is recorded, once they are drawn."""
+        """Called with the tokens of each step in which a row is ours, once they are drawn."""
         self.truncates = False
         """Whether KEPT rows are truncated there too, see `RowNoise.cut`; only if `check_cut`."""
         self._batch: Any = None
@@ -67,9 +66,7 @@ class V2Adapter:
         # what the rows of the step before were, and whether each of them sampled
         self._last: _Requests | None = None
         self.logits_dtype: str | None = None
-        self._fused = [name for name in _FUSED if hasattr(sampler, name)]
-        for name in self._fused:
-            setattr(sampler, name, False)
+        self._fused = switch_fused_off(sampler)
         self.add_noise = find_noise(sampler)
         """What the sampler draws by, see `TokenDraw`; null if it is not known."""
         self._stock_truncate: Callable[..., torch.Tensor] | None = None
@@ -131,7 +128,10 @@ class V2Adapter:
     def _draw(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Draw the tokens of logits [N, V] in place of vLLM's `gumbel_sample`."""
         tokens = self._drawn(logits, *args, **kwargs)
-        if self.on_drawn is not None and self.on_step is not None and self._batch is not None:
+        # whether it is recorded does not matter: other ranks are told of that at another time
+        if self.on_drawn is not None and has_ours(self._kinds, self._batch):
+            assert tokens.shape == (len(logits),), f"{tuple(tokens.shape)} tokens"
+            assert tokens.dtype == torch.int64
             self.on_drawn(tokens)
         return tokens
 

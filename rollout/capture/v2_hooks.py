@@ -15,6 +15,19 @@ import torch
 from rollout.kernels.launch import choose_impl
 
 _log = logging.getLogger(__name__)
+_FUSED = ("use_flashinfer", "use_xpu_sampler")  # the second exists since 0.31
+
+
+def switch_fused_off(sampler: Any) -> list[str]:
+    """Keep a sampler from drawing by a fused kernel, which masks nothing and calls no other.
+
+    Returns:
+        The names of the switches that it has.
+    """
+    names = [name for name in _FUSED if hasattr(sampler, name)]
+    for name in names:
+        setattr(sampler, name, False)
+    return names
 
 
 def hook(owner: Any, sampler: Any, name: str, method: str) -> Callable[..., torch.Tensor]:

@@ -18,7 +18,6 @@ from rollout.capture.v1 import V1Adapter
 from rollout.capture.v2 import V2Adapter
 from rollout.capture.v2_follower import V2Follower
 from rollout.capture.worker_config import CONFIG_KEY
-from rollout.errors import EngineError
 
 
 class CaptureWorkerMixin:
@@ -87,22 +86,22 @@ class CaptureWorkerMixin:
         return super().compile_or_warm_up_model(*args, **kwargs)  # type: ignore[misc]
 
     def _share_draws(self) -> None:
-        """Have every rank that samples know whether the capture draws the tokens of all."""
+        """Have the ranks that sample agree on whether the capture draws the tokens of all."""
         rank, ranks = _sampling_rank()
         if rank is None or ranks == 1 or not _is_v2(self.model_runner):
             return
-        draws = torch.tensor([self._draws_tokens], dtype=torch.int64, device=self.device)
-        _from_first_rank(draws)
-        self._draws_tokens = bool(draws.item())
-        if isinstance(self._adapter, V2Adapter) and self._draws_tokens:
-            self._adapter.on_drawn = _from_first_rank
-        if self._follower is not None and self._draws_tokens and not self._follower.can_follow:
-            raise EngineError(f"rank {rank} draws its tokens otherwise than rank 0: another vLLM?")
+        follower = self._follower
+        self._draws_tokens = _all_ranks(
+            self._draws_tokens if follower is None else follower.can_follow
+        )
+        if follower is not None:
+            follower.following = self._draws_tokens
+        elif isinstance(self._adapter, V2Adapter):
+            self._adapter.on_drawn = _from_first_rank if self._draws_tokens else None
+            self._adapter.truncates &= self._draws_tokens
 
     def capture_start(self, folder: str) -> None:
         """Start recording into a spool folder."""
-        if self._follower is not None:
-            self._follower.following = self._draws_tokens
         if self._adapter is not None:
             assert self._capture is not None
             self._capture.start(folder)
@@ -111,8 +110,6 @@ class CaptureWorkerMixin:
 
     def capture_stop(self) -> None:
         """Stop recording: sampling goes on as in stock vLLM."""
-        if self._follower is not None:
-            self._follower.following = False
         if self._adapter is not None and self._capture is not None:
             self._adapter.on_step = None
             self._capture.stop()
@@ -163,8 +160,27 @@ def _sampling_rank() -> tuple[int | None, int]:
     return (group.rank_in_group if get_pp_group().is_last_rank else None), group.world_size
 
 
+def _all_ranks(mine: bool) -> bool:
+    """Return whether something holds on all ranks that sample; each of them asks."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    value = torch.tensor([mine], dtype=torch.int64)
+    torch.distributed.all_reduce(
+        value, op=torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group
+    )
+    return bool(value.item())
+
+
 def _from_first_rank(values: torch.Tensor) -> None:
     """Fill a tensor with what the first of the ranks that sample has in it; on all of them."""
     from vllm.distributed.parallel_state import get_tp_group
 
-    get_tp_group().broadcast(values, src=0)
+    group = get_tp_group()
+    communicator = group.device_communicator
+    nccl = getattr(communicator, "pynccl_comm", None)
+    if values.device.type == "cuda" and (nccl is None or nccl.disabled):
+        group.broadcast(values, src=0)
+    else:
+        # the one that the layers have: torch's own on CUDA would be made only now, in memory that
+        # vLLM has not counted, and would run beside it
+        communicator.broadcast(values, src=0)
