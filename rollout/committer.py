@@ -22,7 +22,7 @@ from rollout.early_shard import written_early
 from rollout.errors import DatasetError, OutputError, RolloutError
 from rollout.part_pool import Part, PartPool
 from rollout.part_queue import MadePart, PartQueue, QueuedPart
-from rollout.part_work import BadRow, WriteShard
+from rollout.part_work import BadRow, WriteShard, by_prompt
 from rollout.pending import PendingParts
 from rollout.rows import Rejection, RolloutRow
 from rollout.schema.records import CommitRecord
@@ -31,7 +31,9 @@ from rollout.storage_errors import may_pass
 
 _log = logging.getLogger(__name__)
 _LAST_RETRY_SECONDS = 1.0
-_WAITING_PARTS = 4  # for each thread: a slow part may hold up so many that are written
+# parts of the largest size for each thread that may be made before their turn, and the share of the
+# free disk that their raw bytes may have
+_EARLY_PARTS, _EARLY_SHARE = 2, 4
 
 
 @dataclass(kw_only=True, slots=True)
@@ -64,6 +66,7 @@ class Committer:
         prompts_path: str,
         threads: int,
         *,
+        part_bytes: int = 256 * 2**20,
         pending: PendingParts | None = None,
         on_done: Callable[[str], None] = lambda unit: None,
         retry_seconds: float = 15.0,
@@ -75,6 +78,7 @@ class Committer:
             writer: the dataset.
             prompts_path: the prompts file, named in rejections.
             threads: parts in work at once.
+            part_bytes: raw bytes of the largest of them.
             pending: where to keep what the output does not take; unset, that stops the job.
             on_done: called with each unit given to `finish`, once its parts are committed.
             retry_seconds: between looks at an output that was out.
@@ -90,7 +94,8 @@ class Committer:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="rollout-commit")
         self._parts = PartPool()
         self._lock = threading.Condition()
-        self._queue = PartQueue(_WAITING_PARTS * threads)
+        free = writer.free_bytes() // _EARLY_SHARE
+        self._queue = PartQueue(min(free, _EARLY_PARTS * threads * part_bytes))
         self._pending = 0
         self._pending_bytes = 0
         self._error: BaseException | None = None
@@ -115,8 +120,15 @@ class Committer:
         Raises:
             RolloutError: an earlier commit failed, and there is no folder to keep this one in.
         """
-        size = sum(row.memory_bytes for row in rows)
-        self._hand_over(QueuedPart(unit=unit, rows=rows, rejected=rejected, num_bytes=size))
+        self._hand_over(
+            QueuedPart(
+                unit=unit,
+                rows=rows,
+                rejected=rejected,
+                memory_bytes=sum(row.memory_bytes for row in rows),
+                num_bytes=sum(row.num_bytes for row in rows),
+            )
+        )
 
     def finish(self, unit: str) -> None:
         """Announce that nothing of a unit is left for now.
@@ -178,12 +190,17 @@ class Committer:
             if self._pending_parts is None and self._error is not None:
                 raise self._error
             self._pending += 1
-            self._pending_bytes += part.num_bytes
+            self._pending_bytes += part.memory_bytes
+        if part.last:
+            # whoever commits the part before it takes it up: the unit's lease is not to wait
+            # behind the parts of others
+            part.made = MadePart(write=functools.partial(self._write_part, part))
         self._queue.add(part)
         self._pool.submit(self._run, part)
 
     def _run(self, part: QueuedPart) -> None:
-        self._queue.put_made(part, self._make(part))
+        if not part.last:
+            self._queue.put_made(part, self._make(part))
         while (first := self._queue.take(part.unit)) is not None:
             failed: BaseException | None = None
             try:
@@ -194,19 +211,18 @@ class Committer:
                 self._error = self._error or failed
                 self._queue.remove(first[0])  # now that the next one sees the error
                 self._pending -= 1
-                self._pending_bytes -= first[0].num_bytes
+                self._pending_bytes -= first[0].memory_bytes
                 self._lock.notify_all()
 
     def _make(self, part: QueuedPart) -> MadePart:
         """Check a part's rows and write them to a shard, unless the output takes none."""
         write: WriteShard = functools.partial(self._write_part, part)
         made = MadePart(write=write)
-        if part.last:
-            return made
         self._queue.wait_for_room(part)
         try:
             with self._parts.part(part.rows) as work:
                 good, rejected = self._checked(part, work)
+                good = by_prompt(good)
                 if good and not (self._error or self._outage):
                     shard = written_early(self._writer, good, work.write, again=write)
                     write = made.early.enter_context(shard)
@@ -251,15 +267,13 @@ class Committer:
                     raise
                 self._out(error)
         assert pending is not None
-        # not the shard that is there, which may be on another disk
-        write = functools.partial(self._write_part, part)
-        saved = self._save(pending, part.unit, made.rows, made.rejected, write)
+        saved = self._save(pending, part.unit, made)
         self._ask_again()
         if saved:
             return
         # no room, so the rollouts stay in memory and no more are admitted, until the output is back
         _log.warning("%s is full: waiting for the output", pending.folder)
-        self._commit(part.unit, made.rows, made.rejected, write)
+        self._commit(part.unit, made.rows, made.rejected, made.write)
 
     def _out(self, error: RolloutError) -> None:
         """Note that the output takes nothing."""
@@ -281,23 +295,16 @@ class Committer:
                 )
                 self._uploader.start()
 
-    def _save(
-        self,
-        pending: PendingParts,
-        unit: str,
-        rows: Sequence[RolloutRow],
-        rejected: Sequence[Rejection],
-        write: WriteShard,
-    ) -> bool:
+    def _save(self, pending: PendingParts, unit: str, made: MadePart) -> bool:
         try:
-            saved = pending.save(unit, rows, rejected, write)
+            saved = pending.save(unit, made.rows, made.rejected, made.write)
         except OSError as error:
             raise OutputError(
                 f"output: takes nothing, and {pending.folder} neither: {error}"
             ) from error
         if saved:
             with self._lock:
-                self.stats.kept_rows += len(rows)
+                self.stats.kept_rows += len(made.rows)
         return saved
 
     def _upload_kept(self) -> None:

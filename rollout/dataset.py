@@ -12,6 +12,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import logging
+import shutil
 import threading
 import uuid
 from collections import Counter
@@ -104,6 +105,13 @@ class DatasetWriter:
     def scratch(self) -> Path:
         """Local folder for unfinished shards."""
         return self._scratch or self.storage.scratch_folder()
+
+    def free_bytes(self) -> int:
+        """Return what the disk of unfinished shards has free."""
+        folder = self.scratch
+        while not folder.exists():
+            folder = folder.parent
+        return shutil.disk_usage(folder).free
 
     def covers(self, prompt_key: str, sample_index: int) -> bool:
         """Whether a rollout is committed."""

@@ -50,6 +50,7 @@ def written_early(
                 sync_file(early)
         except (OSError, DatasetError):
             early.unlink(missing_ok=True)
+        del write  # it holds the part's memory
 
         def move(
             path: Path, wanted: Sequence[RolloutRow], for_run: str, group_bytes: int
@@ -59,7 +60,7 @@ def written_early(
                 return again(path, wanted, for_run, group_bytes)
             try:
                 early.replace(path)
-            except FileNotFoundError:  # not written, or taken before
+            except OSError:  # not written, taken before, or on another disk
                 return again(path, wanted, for_run, group_bytes)
             return info
 

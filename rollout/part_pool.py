@@ -168,9 +168,14 @@ class _Process:
 
     def drop(self) -> None:
         """Let go of the part's memory."""
-        # one that is dead holds none, and is started again for the next part
-        with contextlib.suppress(EOFError, BrokenPipeError):
+        try:
             self._ask({"do": "drop"})
+        except (EOFError, BrokenPipeError):
+            pass  # one that is dead holds none, and is started again for the next part
+        except (OSError, RolloutError) as error:
+            # the part itself is done with: that must not fail by this
+            _log.warning("a process that writes shards is started again: %s", error)
+            self._restart()
 
     def close(self) -> None:
         """End it."""

@@ -37,12 +37,15 @@ class QueuedPart:
     unit: str
     rows: Sequence[RolloutRow] = ()
     rejected: Sequence[Rejection] = ()
+    memory_bytes: int = 0
     num_bytes: int = 0
-    """Bytes in memory."""
+    """Raw bytes of the rows, more than a shard of them takes."""
     last: bool = False
     """Stands for no rows, but for the end of its unit."""
     made: MadePart | None = None
     """Null until it can be committed."""
+    has_room: bool = False
+    """Whether its bytes are counted among those that are made."""
     taken: bool = False
     """Whether a thread commits it."""
 
@@ -50,16 +53,17 @@ class QueuedPart:
 class PartQueue:
     """The parts of each unit, in the order of their commits; used from several threads."""
 
-    def __init__(self, most_made: int) -> None:
+    def __init__(self, most_bytes: int) -> None:
         """Start with none.
 
         Args:
-            most_made: parts whose shards may wait for their turn: they take room on a disk.
+            most_bytes: raw bytes of the parts that are made before their turn: the shards of these
+                wait on a disk, where the one whose turn it is must have room.
         """
         self._lock = threading.Condition()
         self._parts: dict[str, deque[QueuedPart]] = {}
-        self._most_made = most_made
-        self._made = 0
+        self._most_bytes = most_bytes
+        self._early_bytes = 0
 
     def add(self, part: QueuedPart) -> None:
         """Put a part behind those of its unit."""
@@ -67,16 +71,19 @@ class PartQueue:
             self._parts.setdefault(part.unit, deque()).append(part)
 
     def wait_for_room(self, part: QueuedPart) -> None:
-        """Return once a part may be made: few others wait, or it is its turn, so one always may."""
+        """Return once a part may be made: there is room, or it is its turn; so one always may."""
         with self._lock:
             queue = self._parts[part.unit]
-            self._lock.wait_for(lambda: self._made < self._most_made or queue[0] is part)
+            self._lock.wait_for(
+                lambda: queue[0] is part or self._early_bytes + part.num_bytes <= self._most_bytes
+            )
+            self._early_bytes += part.num_bytes
+            part.has_room = True
 
     def put_made(self, part: QueuedPart, made: MadePart) -> None:
         """Say that a part can be committed; then `take` its unit's first."""
         with self._lock:
             part.made = made
-            self._made += 1
 
     def take(self, unit: str) -> tuple[QueuedPart, MadePart] | None:
         """Return a unit's first part to the thread that is to commit it.
@@ -98,5 +105,5 @@ class PartQueue:
             queue.popleft()
             if not queue:
                 del self._parts[part.unit]
-            self._made -= 1
+            self._early_bytes -= part.num_bytes if part.has_room else 0
             self._lock.notify_all()

@@ -90,6 +90,7 @@ class Run:
             writer,
             config.prompts.name,
             threads,
+            part_bytes=config.output.shard_bytes,
             pending=pending,
             on_done=self._claims.release,
             retry_seconds=min(_RETRY_SECONDS, config.output.retry_seconds),

@@ -108,11 +108,13 @@ class UnitBuffers:
         Args:
             parts: how many are written at once.
         """
+        if not self._added:
+            return  # nothing says how large rollouts get
         self._hurried = True
-        in_flight = self._in_flight.total() * self._added_bytes // max(self._added, 1)
+        in_flight = self._in_flight.total() * self._added_bytes // self._added
         left = in_flight + sum(buffer.num_bytes for buffer in self._buffers.values())
         last_bytes = min(max(left // parts, _LEAST_LAST_BYTES), _MOST_LAST_BYTES)
-        self._part_bytes = min(self._part_bytes, last_bytes)
+        self._part_bytes = min(self._config.shard_bytes, last_bytes)
         for unit, buffer in list(self._buffers.items()):
             if buffer.num_bytes >= self._part_bytes:
                 self._commit(unit)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ from rollout.errors import OutputError
 from rollout.pending import PendingParts
 from rollout.rows import RolloutRow
 from rollout.schema.records import CommitRecord
+from rollout.shard import write_shard
 from rollout.spool_entries import HeldSegments, SpooledEntries, segment_name
 from rollout.storage import Storage
 
@@ -228,6 +231,39 @@ def test_bad_rollouts_are_set_aside_by_name(case: Case) -> None:
     assert (committer.stats.rows, committer.stats.covered) == (2, 0)
 
 
+@pytest.mark.parametrize("same_disk", [True, False])
+def test_a_shard_that_is_there_is_the_one_that_is_kept(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_disk: bool
+) -> None:
+    """So that a full disk need not have room for another one; where it can't move it is written."""
+    written: list[Path] = []
+    stock, stock_replace = write_shard, Path.replace
+
+    def write(path: Path, *args: Any, **named: Any) -> Any:
+        written.append(path)
+        return stock(path, *args, **named)
+
+    def replace(self: Path, target: Path) -> Path:
+        if self.suffix == ".part" and not same_disk:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        return stock_replace(self, target)
+
+    monkeypatch.setattr("rollout.part_work.write_shard", write)
+    monkeypatch.setattr(Path, "replace", replace)
+    case.why = TIMEOUT
+    committer = case.committer(case.pending)
+    committer.commit("u0", [make_row("b"), make_row("a", 1), make_row("b", 1)], [])
+    wait_for(lambda: committer.stats.kept_rows == 3)
+    assert [path.parent for path in written] == [
+        tmp_path / "scratch",
+        *([] if same_disk else [case.pending.folder]),
+    ]
+    assert not any((tmp_path / "scratch").iterdir())
+    case.why = None
+    committer.wait()
+    assert case.stored() == {("b", 0), ("a", 1), ("b", 1)}
+
+
 @pytest.mark.parametrize("out", [False, True], ids=["committed", "kept"])
 def test_the_spool_gets_its_room_back(case: Case, tmp_path: Path, out: bool) -> None:
     rows = [make_row(prompt) for prompt in "abc"]
@@ -257,3 +293,26 @@ def test_the_spool_gets_its_room_back(case: Case, tmp_path: Path, out: bool) -> 
     wait_for(lambda: committer._uploader is None)
     committer.wait()
     assert case.stored() == {("a", 0), ("b", 0)}
+
+
+def test_what_was_not_committed_stays_in_the_spool(case: Case, tmp_path: Path) -> None:
+    row = make_row("a")
+    assert row.support_entries is not None
+    assert row.support_offsets is not None
+    held = HeldSegments(tmp_path)
+    (tmp_path / segment_name(0)).write_bytes(row.support_entries.tobytes())
+    held.hold(0, row.support_entries.nbytes)
+    held.seal(0, row.support_entries.nbytes)
+    entries = SpooledEntries(
+        segments=held,
+        addresses=8 * row.support_offsets[:-1],
+        counts=np.diff(row.support_offsets).astype(np.int32),
+    )
+    case.why = PermissionError("denied")
+    committer = case.committer(None)
+    committer.commit(
+        "u0", [dataclasses.replace(row, support_entries=None, stored_entries=entries)], []
+    )
+    with pytest.raises(OutputError, match="denied"):
+        committer.wait()
+    assert held.num_bytes == row.support_entries.nbytes

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import random
 import threading
 import time
@@ -19,7 +22,8 @@ from rollout.commits import iter_commits
 from rollout.committer import Committer
 from rollout.dataset import DatasetWriter
 from rollout.early_shard import written_early
-from rollout.errors import DatasetError, OutputError
+from rollout.errors import DatasetError, OutputError, RolloutError
+from rollout.part_pool import PartPool
 from rollout.part_queue import MadePart, PartQueue, QueuedPart
 from rollout.part_work import write_verified
 from rollout.rows import RolloutRow
@@ -32,7 +36,7 @@ SECONDS = 30.0
 class Case:
     """A committer over a dataset that plans a to d for u0; `on_write` sees each shard's rows."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
         self.storage = Storage.open(str(folder / "out"), {})
         self.writer = DatasetWriter.open(self.storage, make_record(), scratch=folder / "scratch")
         self.writer.append_plan(plan("u0", "a", "b", "c", "d"))
@@ -43,6 +47,7 @@ class Case:
             "prompts.jsonl",
             2,
             on_done=lambda unit: self.done.append((unit, self.committer.stats.parts)),
+            **options,
         )
         self.on_write: Any = lambda prompts: None
 
@@ -149,10 +154,165 @@ def test_a_shard_is_on_the_disk_before_its_turn(
         assert synced == (list((tmp_path / "scratch").iterdir()) if local else [])
 
 
+def test_shards_that_wait_for_a_slow_part_take_so_much_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = make_row().num_bytes
+    case = Case(tmp_path, monkeypatch, part_bytes=2 * size)  # two such for each of two threads
+    prompts = [f"p{number:02}" for number in range(30)]
+    case.writer.append_plan(plan("u0", *prompts))
+    there: list[int] = []
+
+    def on_write(prompts: str) -> None:
+        there.append(len(list(case.scratch.iterdir())))
+        if prompts == "p00":
+            # the other thread has written all that it may, and waits for this one
+            wait_for(lambda: len(there) == 8)
+            time.sleep(0.2)
+            assert len(there) == 8
+
+    case.on_write = on_write
+    for prompt in prompts:
+        case.committer.commit("u0", [make_row(prompt)], [])
+    case.committer.wait()
+    assert case.stored() == prompts
+    assert max(there) in (8, 9)  # one that is committed has an empty file for it
+    case.committer.close()
+
+
+def test_a_disk_that_is_nearly_full_holds_one_shard_of_a_unit_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DatasetWriter, "free_bytes", lambda _: 3 * make_row().num_bytes)
+    case = Case(tmp_path, monkeypatch)
+    there: list[int] = []
+    case.on_write = lambda _: there.append(len(list(case.scratch.iterdir())))
+    case.commit("a", "b", "c", "d")
+    assert case.stored() == ["a", "b", "c", "d"]
+    assert there == [1, 1, 1, 1]
+    case.committer.close()
+
+
+@pytest.mark.parametrize("when", ["entering", "leaving"])
+def test_a_part_that_could_not_be_made_ends_the_job(
+    when: str, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = PartPool.part
+
+    @contextlib.contextmanager
+    def part(self: PartPool, rows: list[RolloutRow]) -> Iterator[Any]:
+        fails = rows[0].prompt_key == "b"
+        if fails and when == "entering":
+            raise RolloutError("processes end")
+        with stock(self, rows) as work:
+            yield work
+        if fails:
+            raise RolloutError("processes end")
+
+    monkeypatch.setattr(PartPool, "part", part)
+    with pytest.raises(RolloutError, match="processes end"):
+        case.commit("a", "b", "c")
+    assert case.stored() == ["a", "c"]
+    assert case.done == []
+    assert not any(case.scratch.iterdir())
+
+
+def test_the_end_of_a_unit_waits_for_no_parts_of_others(case: Case) -> None:
+    case.writer.append_plan(plan("u1", *"klmnop"))
+    written: list[str] = []
+
+    def on_write(prompts: str) -> None:
+        if prompts != "a":
+            wait_for(lambda: ("u0", 1) in case.done)
+        written.append(prompts)
+
+    case.on_write = on_write
+    case.committer.commit("u0", [make_row("a")], [])
+    for prompt in "klmnop":
+        case.committer.commit("u1", [make_row(prompt)], [])
+    case.committer.finish("u0")
+    case.committer.wait()
+    assert sorted(written) == list("aklmnop")
+
+
+def test_no_process_is_held_by_a_part_that_waits(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = {"now": 0}
+    stock = PartPool.part
+
+    @contextlib.contextmanager
+    def part(self: PartPool, rows: list[RolloutRow]) -> Iterator[Any]:
+        held["now"] += 1
+        with stock(self, rows) as work:
+            yield work
+        held["now"] -= 1
+
+    monkeypatch.setattr(PartPool, "part", part)
+    others: list[str] = []
+
+    def on_write(prompts: str) -> None:
+        if prompts != "a":
+            others.append(prompts)
+            return
+        wait_for(lambda: len(others) == 3 and held["now"] == 1)
+
+    case.on_write = on_write
+    case.commit("a", "b", "c", "d")
+    assert case.stored() == ["a", "b", "c", "d"]
+
+
+def test_a_shard_is_written_again_by_a_process_that_has_its_rows(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that wrote it works on another part by then."""
+    case.committer._parts = PartPool(process_bytes=1)
+    stock = DatasetWriter.commit_part
+
+    def commit_part(self: DatasetWriter, unit: str, rows: list[RolloutRow], *args: Any) -> Any:
+        if self is case.writer and len(rows) == 2:
+            other = DatasetWriter.open(case.storage, make_record(), scratch=case.scratch)
+            other.commit_part("u0", [make_row(rows[1].prompt_key)])
+        return stock(self, unit, rows, *args)
+
+    monkeypatch.setattr(DatasetWriter, "commit_part", commit_part)
+    case.commit("ab", "cd")
+    assert case.stored() == ["b", "a", "d", "c"]
+    assert case.committer.stats.covered == 2
+
+
+@pytest.mark.parametrize("code", [errno.EXDEV, errno.ENOENT])
+def test_a_shard_on_another_disk_is_written_again(
+    code: int, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def replace(self: Path, target: Path) -> Path:
+        raise OSError(code, os.strerror(code))
+
+    written: list[str] = []
+    case.on_write = written.append
+    monkeypatch.setattr(Path, "replace", replace)
+    case.commit("a")
+    assert case.stored() == ["a"]
+    assert written == ["a", "a"]
+    assert not any(case.scratch.iterdir())
+
+
+def queued(unit: str, num_bytes: int = 1) -> QueuedPart:
+    return QueuedPart(unit=unit, num_bytes=num_bytes)
+
+
+def has_room(queue: PartQueue, part: QueuedPart, *, expected: bool = True) -> bool:
+    """Whether a part may be made now."""
+    thread = threading.Thread(target=queue.wait_for_room, args=[part], daemon=True)
+    thread.start()
+    thread.join(timeout=SECONDS if expected else 0.1)
+    return not thread.is_alive()
+
+
 def test_a_queue_gives_each_part_in_turn_to_one_thread() -> None:
     queue = PartQueue(9)
     made = MadePart(write=write_verified)
-    first, second, other = (QueuedPart(unit=unit) for unit in ("u0", "u0", "u1"))
+    first, second, other = queued("u0"), queued("u0"), queued("u1")
     for part in (first, second, other):
         queue.add(part)
         assert queue.take(part.unit) is None
@@ -169,34 +329,42 @@ def test_a_queue_gives_each_part_in_turn_to_one_thread() -> None:
     assert queue.take("u0") is None
 
 
-def test_shards_that_wait_for_a_slow_part_take_so_much_room(case: Case) -> None:
-    """With two threads ten may be there: eight that are written, and two that are being written."""
-    prompts = [f"p{number:02}" for number in range(30)]
-    case.writer.append_plan(plan("u0", *prompts))
-    there: list[int] = []
-
-    def on_write(prompts: str) -> None:
-        there.append(len(list(case.scratch.iterdir())))
-        if prompts == "p00":
-            # the other thread has written all that it may, and waits for this one
-            wait_for(lambda: len(there) == 1 + 8)
-            time.sleep(0.2)
-            assert len(there) == 1 + 8
-
-    case.on_write = on_write
-    for prompt in prompts:
-        case.committer.commit("u0", [make_row(prompt)], [])
-    case.committer.wait()
-    assert case.stored() == prompts
-    assert max(there) <= 10
+def test_a_part_whose_turn_it_is_needs_no_room() -> None:
+    queue, made = PartQueue(5), MadePart(write=write_verified)
+    parts = [queued("u0", 4) for _ in range(3)]
+    for part in parts:
+        queue.add(part)
+    assert has_room(queue, parts[1])
+    queue.put_made(parts[1], made)
+    assert not has_room(queue, parts[2], expected=False)
+    assert has_room(queue, parts[0])
+    queue.put_made(parts[0], made)
+    for part in parts[:2]:
+        assert queue.take("u0") == (part, made)
+        queue.remove(part)
 
 
-@pytest.mark.parametrize("most", [1, 2, 5])
+def test_room_comes_back() -> None:
+    queue, made = PartQueue(5), MadePart(write=write_verified)
+    for _ in range(4):
+        first, second, third = (queued("u0", 2) for _ in range(3))
+        for part in (first, second, third):
+            queue.add(part)
+        assert has_room(queue, third)
+        assert has_room(queue, second)
+        assert has_room(queue, first)
+        for part in (first, second, third):
+            queue.put_made(part, made)
+            assert queue.take("u0") == (part, made)
+            queue.remove(part)
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 5])
 def test_a_queue_without_room_gives_every_part_its_turn(most: int) -> None:
     """Whatever the order in which threads come to parts of several units."""
     rng = random.Random(most)
     queue, made = PartQueue(most), MadePart(write=write_verified)
-    parts = [QueuedPart(unit=f"u{rng.randrange(3)}") for _ in range(300)]
+    parts = [queued(f"u{rng.randrange(3)}") for _ in range(300)]
     done: list[QueuedPart] = []
 
     def run(part: QueuedPart) -> None:

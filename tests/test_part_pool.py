@@ -304,6 +304,25 @@ def test_what_a_process_answers_is_raised(
     monkeypatch.setattr(part_pool, "receive", lambda _: (answer, b""))
     with pytest.raises(error, match=message), pool.part(sample_rows()):
         pass
+    monkeypatch.undo()
+    pool.close()
+
+
+def test_a_part_that_was_written_does_not_fail_by_what_comes_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = PartPool(process_bytes=0)
+    rows = sample_rows()
+    with pool.part(rows) as part:
+        assert isinstance(part, part_pool._ProcessPart)
+        first = part._process._process.pid
+        info = part.write(tmp_path / "one", rows, FINGERPRINT, 1 << 20)
+        monkeypatch.setattr(part_pool, "receive", lambda _: ({"error": "MemoryError: "}, b""))
+    monkeypatch.undo()
+    with pool.part(rows) as part:  # by one that holds nothing of it
+        assert isinstance(part, part_pool._ProcessPart)
+        assert part._process._process.pid != first
+        assert part.write(tmp_path / "two", rows, FINGERPRINT, 1 << 20) == info
     pool.close()
 
 

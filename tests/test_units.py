@@ -229,6 +229,21 @@ def test_the_last_parts_get_smaller_as_less_is_left(
     assert case.stored() == {("a", index) for index in range(24)}
 
 
+def test_parts_are_not_small_for_good_by_what_was_known_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout.units._LEAST_LAST_BYTES", 2**20)  # of two rollouts
+    case = Case(tmp_path)
+    case.units.open("u0")
+    rows = [case.run("u0", "a", 0, lengths=[10])]
+    rows += [case.run("u0", "a", index, lengths=[70_000]) for index in range(1, 13)]
+    case.units.hurry(3)  # nothing has ended, and nothing is known
+    for row in rows[:4]:
+        case.units.add("u0", row)
+        case.units.hurry(3)  # after the first one all others seem as small
+    assert case.parts == ["u0: a.0 a.1 a.2 a.3 | 0"]
+
+
 def test_the_last_parts_have_a_most_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollout.units._MOST_LAST_BYTES", 2**20)
     monkeypatch.setattr("rollout.units._LEAST_LAST_BYTES", 2**10)
