@@ -1,8 +1,9 @@
 """Commits in the background: checking, packing order, Parquet, verification and upload.
 
 Threads wait for the processes that do the work (`rollout.part_pool`) and for the storage. Parts are
-written side by side, and none waits for another: whoever has written the first of a unit commits it
-and those behind it that are written. Entries stay in the spool until they are committed or kept.
+written side by side, and while there is room for their shards none waits for another: whoever has
+written the first of a unit commits it and those behind it that are written. Entries stay in the
+spool until they are committed or kept.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Committer:
         prompts_path: str,
         threads: int,
         *,
-        part_bytes: int = 256 * 2**20,
+        part_bytes: int,
         pending: PendingParts | None = None,
         on_done: Callable[[str], None] = lambda unit: None,
         retry_seconds: float = 15.0,
@@ -222,7 +223,7 @@ class Committer:
         try:
             with self._parts.part(part.rows) as work:
                 good, rejected = self._checked(part, work)
-                good = by_prompt(good)
+                good = by_prompt(good)  # as the shard has them, which may be kept in their place
                 if good and not (self._error or self._outage):
                     shard = written_early(self._writer, good, work.write, again=write)
                     write = made.early.enter_context(shard)

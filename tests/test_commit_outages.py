@@ -54,7 +54,13 @@ class Case:
     def committer(self, pending: PendingParts | None, **options: Any) -> Committer:
         values = {"retry_seconds": 0.01, "last_seconds": 30.0} | options
         made = Committer(
-            self.writer, "p.jsonl", 2, pending=pending, on_done=self.done.append, **values
+            self.writer,
+            "p.jsonl",
+            2,
+            part_bytes=2**20,
+            pending=pending,
+            on_done=self.done.append,
+            **values,
         )
         self.made.append(made)
         return made

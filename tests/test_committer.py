@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import random
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,7 +49,7 @@ class Case:
             "prompts.jsonl",
             2,
             on_done=lambda unit: self.done.append((unit, self.committer.stats.parts)),
-            **options,
+            **({"part_bytes": 2**20} | options),
         )
         self.on_write: Any = lambda prompts: None
 
@@ -411,6 +413,21 @@ def test_without_a_folder_for_it_nothing_is_written_early(case: Case, tmp_path: 
 
     with written_early(writer, [make_row("a")], write_verified, again=again) as write:
         assert write is again
+
+
+def test_a_part_that_waits_holds_no_memory(case: Case) -> None:
+    """What writes it has its entries."""
+
+    class Work:
+        def write(self, *args: Any) -> Any:
+            return write_verified(*args)
+
+    work = Work()
+    gone = weakref.ref(work)
+    with written_early(case.writer, [make_row("a")], work.write, again=write_verified):
+        del work
+        gc.collect()
+        assert gone() is None
 
 
 def test_rollouts_that_finished_in_another_order_are_written_once(case: Case) -> None:

@@ -1,7 +1,8 @@
 """How soon after the last token a job's last commit comes, with writers of a given speed; no GPU.
 
-    python jobs/bench/commits.py
-    python jobs/bench/commits.py --rate 145 --threads 16 --entries 4000
+    python jobs/bench/commits.py --entries 8 --rate 78
+    python jobs/bench/commits.py --entries 174 --rate 117
+    python jobs/bench/commits.py --entries 4000 --rate 145
 
 The job is that of `capture.py`: requests of 192 to 576 tokens, 512 at once, each handed over when
 its last token is sampled. Buffers, committer and dataset are the product's, but the writing of a
@@ -128,11 +129,12 @@ def run_job(
     from synthetic import make_record, plan
 
     with tempfile.TemporaryDirectory() as folder, mock.patch("os.fsync", parts.fsync):
+        output = OutputConfig(path=folder)
         writer = DatasetWriter.open(Storage.open(folder, {}), make_record())
         writer.append_plan(plan("u0", *dict.fromkeys(row.prompt_key for row in rows)))
         with mock.patch("rollout.committer.PartPool", return_value=parts):
-            committer = Committer(writer, "prompts.jsonl", threads)
-        units = UnitBuffers(committer.commit, OutputConfig(path=folder), done=committer.finish)
+            committer = Committer(writer, "prompts.jsonl", threads, part_bytes=output.shard_bytes)
+        units = UnitBuffers(committer.commit, output, done=committer.finish)
         units.open("u0")
         for _ in rows:
             units.start("u0")
