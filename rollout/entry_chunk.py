@@ -9,13 +9,14 @@ cache: decoding the written file by Arrow would take as long as encoding it.
 
 from __future__ import annotations
 
-import zlib
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import pyarrow as pa
+from isal import isal_zlib
 from numpy.typing import NDArray
 
 from rollout.compact_thrift import I32, STRUCT, Struct, varint, write_struct
@@ -71,10 +72,7 @@ def encode_chunk(entries: NDArray[np.uint64], lists: list[int | None], level: in
         part = entries[start : start + count]
         start += count
         levels = _levels(runs)
-        raw = np.empty(len(levels) + part.nbytes, np.uint8)
-        raw[: len(levels)] = np.frombuffer(levels, np.uint8)
-        streams = raw[len(levels) :].reshape(_STREAMS, count)
-        streams[...] = part.view(np.uint8).reshape(count, _STREAMS).T
+        raw = _scratch.page(levels, part)
         body = codec.compress(pa.py_buffer(raw), asbytes=False)
         if not codec.decompress(body, raw.nbytes).equals(pa.py_buffer(raw)):
             raise DatasetError(
@@ -93,6 +91,35 @@ def encode_chunk(entries: NDArray[np.uint64], lists: list[int | None], level: in
         levels=(len(lists) - len(present), present.count(0), int(entries.size)),
         num_lists=len(lists),
     )
+
+
+class _Scratch(threading.local):
+    """Memory of a thread for a page before it is compressed, which stays in the core's cache."""
+
+    def __init__(self) -> None:
+        self._raw = np.empty(0, np.uint8)
+        self._pairs = np.empty((_STREAMS // 2, 0), np.uint16)
+
+    def page(self, levels: bytes, entries: NDArray[np.uint64]) -> NDArray[np.uint8]:
+        """Return levels and the byte streams of [n] entries; good until the next call."""
+        count, size = entries.size, len(levels) + entries.nbytes
+        if self._raw.size < size:
+            self._raw = np.empty(size, np.uint8)
+        if self._pairs.shape[1] < count:
+            self._pairs = np.empty((_STREAMS // 2, count), np.uint16)
+        raw, pairs = self._raw[:size], self._pairs[:, :count]
+        raw[: len(levels)] = np.frombuffer(levels, np.uint8)
+        streams = raw[len(levels) :].reshape(_STREAMS, count)
+        # NumPy takes two thirds of the time for transposing pairs of bytes and splitting those
+        pairs[...] = entries.view(np.uint16).reshape(count, _STREAMS // 2).T
+        for pair, lower, upper in zip(pairs, streams[::2], streams[1::2], strict=True):
+            np.copyto(lower, pair, casting="unsafe")
+            np.right_shift(pair, 8, out=pair)
+            np.copyto(upper, pair, casting="unsafe")
+        return raw
+
+
+_scratch = _Scratch()
 
 
 # the rest of a list within a page: its definition level, values, and whether it begins there
@@ -145,7 +172,7 @@ def _levels(runs: list[_Run]) -> bytes:
 
 
 def _header(values: int, raw_size: int, body: pa.Buffer) -> Struct:
-    checksum = zlib.crc32(body)
+    checksum = isal_zlib.crc32(body)
     data = {1: values, 2: BYTE_STREAM_SPLIT, 3: RLE, 4: RLE}
     return {
         1: (I32, _DATA_PAGE),
