@@ -57,15 +57,32 @@ class PartPool:
         self._idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._all: list[_Process] = []
+        self._wanted = 0
+        self._starting = False
 
     def start(self, count: int) -> None:
         """Start processes before there is a part, which would wait for their imports.
 
+        Where another thread is at it, that one starts these too, and this call returns at once.
+
         Args:
             count: how many there are to be.
+
+        Raises:
+            OSError: the system starts no process.
         """
-        for _ in range(count - len(self._all)):
-            self._idle.put(self._new())
+        with self._lock:
+            self._wanted = max(self._wanted, count)
+            if self._starting:
+                return
+            self._starting = True
+        try:
+            while self._are_missing():
+                self._idle.put(self._new())
+        except BaseException:
+            with self._lock:
+                self._starting = False
+            raise
 
     @contextmanager
     def part(self, rows: Sequence[RolloutRow]) -> Iterator[Part]:
@@ -102,6 +119,11 @@ class PartPool:
             return self._idle.get_nowait()
         except queue.Empty:
             return None if num_bytes < self._process_bytes else self._new()
+
+    def _are_missing(self) -> bool:
+        with self._lock:
+            self._starting = len(self._all) < self._wanted
+            return self._starting
 
     def _new(self) -> _Process:
         process = _Process(self._template)

@@ -27,7 +27,7 @@ SHARED = torch.cuda.device_count() < 2 * STAGES
 os.environ["VLLM_GPU_SYNC_CHECK"] = "error"
 if SHARED:
     os.environ["VLLM_ALLREDUCE_USE_SYMM_MEM"] = "0"  # between devices
-    engine_args.check_devices = lambda _: None  # type: ignore[attr-defined]
+    engine_args.check_devices = lambda _: None  # type: ignore[assignment, attr-defined]
 
 if SHARED and __name__ == "__mp_main__":  # a process that vLLM has started
     from rollout.capture.gpu_worker import GPUCaptureWorker
