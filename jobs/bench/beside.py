@@ -1,14 +1,14 @@
 """How fast the engine's steps are while so many processes write beside it.
 
-    python jobs/bench/beside.py --writers 0,4,8,14
+    python jobs/bench/beside.py --writers 0,4,8,14,14/8
 
 The engine's thread shares caches, memory and perhaps cores with the processes that write: two
 processors of a virtual machine may be one core's. A job of the product records supports of about
-4,000 entries a token, more than a gigabyte a second, and every 1.5 s another number of its writers
-may run, by signals; all get on, since they take turns. The steps of a full batch are timed where
-the job takes their outputs. Printed for each number: the steps' mean time in a period, the speed
-over the nearest period without a writer, its median with a 95 % bootstrap interval, and the cores
-that the writers kept busy.
+4,000 entries a token, more than a gigabyte a second. Every 1.5 s another number of its writers may
+run, by signals, or, as `14/8`, 14 that share the last 8 processors; they take turns, so that all
+get on. The steps of a full batch are timed where the job takes their outputs. Printed for each
+setting: the steps' mean time in a period, the speed over the nearest period without a writer, its
+median with a 95 % bootstrap interval, and the cores that the writers kept busy.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ _SETTLED = 0.15  # seconds after a switch that are not counted
 
 @dataclass(kw_only=True, slots=True)
 class Period:
-    """A stretch of time in which so many writers may run."""
+    """A stretch of time in which some writers may run."""
 
-    writers: int
+    setting: str
+    """How many, perhaps on how many processors."""
     start: float
     steps: list[float] = field(default_factory=list)
     """Seconds of the full batch's steps."""
@@ -60,33 +61,39 @@ class Period:
 class Switch(threading.Thread):
     """Lets another number of a job's writers run, again and again."""
 
-    def __init__(self, numbers: list[int], seconds: float) -> None:
+    def __init__(self, settings: list[str], seconds: float) -> None:
         super().__init__(daemon=True)
-        self._numbers = numbers
+        self._settings = settings
         self._seconds = seconds
         self._done = threading.Event()
         self.periods: list[Period] = []
 
     def run(self) -> None:
-        """Switch until told to stop; each number once before any comes again."""
+        """Switch until told to stop; each setting once before any comes again."""
         rng = np.random.default_rng(0)
-        order: list[int] = []
+        processors = sorted(os.sched_getaffinity(0))
+        order: list[str] = []
         while not self._done.is_set():
-            order = order or rng.permutation(self._numbers).tolist()
+            order = order or rng.permutation(self._settings).tolist()
             writers = writing_processes()
             first = len(self.periods) % max(len(writers), 1)
-            number = order.pop() if writers else 0
+            setting = order.pop() if writers else "0"
+            number, share = parse(setting)
             for index, pid in enumerate(writers[first:] + writers[:first]):
-                send(pid, signal.SIGCONT if index < number else signal.SIGSTOP)
+                with contextlib.suppress(ProcessLookupError):  # ended meanwhile
+                    os.sched_setaffinity(pid, processors[-share:])
+                    os.kill(pid, signal.SIGCONT if index < number else signal.SIGSTOP)
             before, start = busy_milliseconds(writers), time.perf_counter()
-            period = Period(writers=min(number, len(writers)), start=start)
+            period = Period(setting=setting, start=start)
             if writers:
                 self.periods.append(period)
             self._done.wait(self._seconds)
             spent = busy_milliseconds(writers) - before
             period.busy = spent / 1e3 / (time.perf_counter() - start)
         for pid in writing_processes():
-            send(pid, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(pid, processors)
+                os.kill(pid, signal.SIGCONT)
 
     def stop(self) -> None:
         """Let all of them run again."""
@@ -94,10 +101,10 @@ class Switch(threading.Thread):
         self.join()
 
 
-def send(pid: int, number: signal.Signals) -> None:
-    """Send a signal to a process that may have ended."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
+def parse(setting: str) -> tuple[int, int]:
+    """Return the writers of a setting and on how many processors they may run, 0 for all."""
+    number, _, share = setting.partition("/")
+    return int(number), int(share or 0)
 
 
 def writing_processes() -> list[int]:
@@ -138,22 +145,22 @@ def timed_steps(switch: Switch, rows: int) -> Iterator[None]:
 
 
 def print_periods(periods: list[Period], least_steps: int) -> None:
-    """Print a line for each number of writers."""
+    """Print a line for each setting."""
     found = defaultdict(list)
     for place, period in enumerate(periods):
         if len(period.steps) >= least_steps:
-            found[period.writers].append((place, statistics.fmean(period.steps), period.busy))
-    alone = found.get(0)
+            found[period.setting].append((place, statistics.fmean(period.steps), period.busy))
+    alone = found.get("0")
     if not alone:
         raise RuntimeError(
             "no period without a writer has enough steps of a full batch: raise --times"
         )
-    for number, own in sorted(found.items()):
+    for setting, own in sorted(found.items(), key=lambda item: parse(item[0])):
         near = [min(alone, key=lambda other: abs(other[0] - place)) for place, _, _ in own]
         speed = [other[1] / mean for other, (_, mean, _) in zip(near, own, strict=True)]
         low, mid, high = np.quantile([1e3 * mean for _, mean, _ in own], [0.1, 0.5, 0.9])
         print(
-            f"{number:>3} writers  a step {mid:.2f} ms (10-90 % {low:.2f}-{high:.2f})  speed "
+            f"{setting:>5} writers  a step {mid:.2f} ms (10-90 % {low:.2f}-{high:.2f})  speed "
             f"{interval(speed)} in {len(own)} periods  writers kept "
             f"{statistics.median(busy for _, _, busy in own):.1f} cores busy",
             flush=True,
@@ -161,7 +168,7 @@ def print_periods(periods: list[Period], least_steps: int) -> None:
 
 
 @click.command()
-@click.option("--writers", default="0,4,8,14", show_default=True, help="Numbers, one of them 0.")
+@click.option("--writers", default="0,4,8,14", show_default=True, help="One of them 0.")
 @click.option("--seconds", default=1.5, show_default=True, help="Of a period.")
 @click.option("--least-steps", default=20, show_default=True, help="Of a period that counts.")
 @click.option("--requests", default=768, show_default=True, help="Requests of a job.")
@@ -180,8 +187,8 @@ def main(
     engine_json: str,
 ) -> None:
     """Measure on this machine's GPU."""
-    numbers = [int(number) for number in writers.split(",")]
-    if 0 not in numbers or requests % SAMPLES:
+    settings = writers.split(",")
+    if "0" not in settings or requests % SAMPLES:
         raise click.BadParameter(f"expected a 0 among the writers, requests in {SAMPLES}s")
     os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # weights are set in the worker
     load = Load(
@@ -189,7 +196,7 @@ def main(
         tokens=tokens,
         sampling=SAMPLINGS["nucleus"],
         capture={},
-        output={"commit_threads": max(numbers)},
+        output={"commit_threads": max(parse(setting)[0] for setting in settings)},
     )
     with tempfile.TemporaryDirectory(prefix="bench-beside-") as root, spool_folder() as spools:
         folder = Path(root)
@@ -216,7 +223,7 @@ def main(
         llm.apply_model(partial(set_weights, spread=SPREADS[4000], hidden_size=hidden))
         run_capture(engine, model, folder / "data", load)  # compiles what this needs
         shutil.rmtree(folder / "data")
-        switch = Switch(numbers, seconds)
+        switch = Switch(settings, seconds)
         switch.start()
         try:
             with timed_steps(switch, rows):
