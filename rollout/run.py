@@ -45,6 +45,9 @@ _FIRST_BYTES = 2**20  # captured entries after which their rate tells how many p
 _PROCESS_RATE = 64 * 2**20
 _OTHER_CORES = 4  # for the engine, the job and the process that takes steps
 _FEWEST_THREADS, _MOST_THREADS = 4, 16  # fewer would wait for storage, more for the disk
+# a job's last requests, in what the engine takes at once: many of them end in little time, when
+# large parts that were begun before would keep those who write busy
+LAST_ROUNDS = 2
 _ENOUGH_ENDED = 64  # rollouts after which the share of failed ones says something
 
 
@@ -308,9 +311,11 @@ class Run:
             self._committer.prepare(wanted)
 
     def _hurry(self) -> None:
-        """Hand over smaller parts once the engine has room for more than is left."""
+        """Hand over smaller parts once little is left."""
         engine = self._engine.running
-        if engine is not None and self._window.num_in_flight < engine.max_num_seqs:
+        if engine is None:
+            return
+        if self._window.num_in_flight < LAST_ROUNDS * engine.max_num_seqs:
             self._units.hurry(self._threads)
 
     def _take_ended(self) -> None:

@@ -43,7 +43,7 @@ def test_they_go_by_the_cores_of_the_job_and_not_of_the_host(
     assert seen == [threads]
 
 
-def test_parts_get_smaller_once_the_engine_has_room_for_more_than_is_left(
+def test_parts_get_smaller_once_less_is_left_than_twice_what_the_engine_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left: list[int] = []
@@ -58,7 +58,7 @@ def test_parts_get_smaller_once_the_engine_has_room_for_more_than_is_left(
     prompts = write_ids(tmp_path / "p.jsonl", 18)
     with fake_engine():
         generate(fake_job(prompts, tmp_path / "out"), show_progress=False)
-    assert left == [2, 0]
+    assert left == [6, 2, 0]
 
 
 class _Template:

@@ -32,6 +32,7 @@ from rollout.config import OutputConfig
 from rollout.dataset import DatasetWriter
 from rollout.part_work import PartWork
 from rollout.rows import RolloutRow
+from rollout.run import LAST_ROUNDS
 from rollout.storage import Storage
 from rollout.units import UnitBuffers
 
@@ -143,7 +144,7 @@ def run_job(
         for end, request, left in found:
             time.sleep(max(0.0, end - (time.perf_counter() - start)))
             units.add("u0", rows[request])
-            if left < MAX_NUM_SEQS:
+            if left < LAST_ROUNDS * MAX_NUM_SEQS:
                 units.hurry(threads)
         last = time.perf_counter()
         units.flush()
