@@ -74,7 +74,8 @@ def main(folder: Path) -> None:
     check_truncation(facts)
     assert facts["tokens_drawn_by"] == ("capture" if facts["runner"] == "v2" else "engine")
     assert report.tokens == summary.tokens == (48 * 8 + 12) * 48
-    assert report.largest_deviation < 0.25  # bfloat16; other tokens than the first rank's: 4
+    # bfloat16; on the CPU a rank that goes on from other tokens makes it 4.9 (`v2_ranks_on_cpu`)
+    assert report.largest_deviation < 0.25
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ import click
 import numpy as np
 import torch
 from capture import SAMPLINGS, interval
-from capture_arms import Load, cpu_milliseconds, engine_section, run_capture
-from random_model import SAMPLES, SHAPE, SPREADS, resolved_job, set_weights, write_model
+from capture_arms import Load, cpu_milliseconds, first_job, run_capture
+from random_model import SAMPLES, SHAPE, SPREADS, set_weights, write_model
 
 from rollout.engine_start import LazyEngine
 from rollout.spool_folder import spool_folder
@@ -188,27 +188,23 @@ def main(
 ) -> None:
     """Measure on this machine's GPU."""
     settings = writers.split(",")
-    if "0" not in settings or requests % SAMPLES:
-        raise click.BadParameter(f"expected a 0 among the writers, requests in {SAMPLES}s")
+    most = max(parse(setting)[0] for setting in settings)
+    if "0" not in settings or most < 1:
+        raise click.BadParameter(f"writers {writers!r}: expected 0 and at least one other number")
+    if requests % SAMPLES:
+        raise click.BadParameter(f"requests: got {requests}, expected a multiple of {SAMPLES}")
     os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # weights are set in the worker
     load = Load(
         requests=requests,
         tokens=tokens,
         sampling=SAMPLINGS["nucleus"],
         capture={},
-        output={"commit_threads": max(parse(setting)[0] for setting in settings)},
+        output={"commit_threads": most},
     )
     with tempfile.TemporaryDirectory(prefix="bench-beside-") as root, spool_folder() as spools:
         folder = Path(root)
         model = write_model(folder / "model", json.loads(shape))
-        job = resolved_job(
-            model,
-            folder / "first",
-            lengths=[1],
-            sampling=load.sampling,
-            capture=load.capture,
-            engine=engine_section(engine_json),
-        )
+        job = first_job(model, folder / "first", load, engine_json)
         engine = LazyEngine(job, tempfile.mkdtemp(dir=spools))
         llm, rows = engine.get()._llm, engine.get().max_num_seqs
         engine.get().stop_capture()

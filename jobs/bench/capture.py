@@ -44,13 +44,13 @@ from capture_arms import (
     Timing,
     check_data,
     disk_speed,
-    engine_section,
+    first_job,
     run_capture,
     run_stock,
     set_fused,
 )
 from capture_steps import step_milliseconds, switched_steps
-from random_model import SAMPLES, SHAPE, SPREADS, resolved_job, set_weights, write_model
+from random_model import SAMPLES, SHAPE, SPREADS, set_weights, write_model
 
 from rollout.engine_args import engine_arguments
 from rollout.engine_start import LazyEngine
@@ -213,14 +213,7 @@ def main(
     ):
         folder = Path(root)
         model = write_model(folder / "model", json.loads(shape))
-        job = resolved_job(
-            model,
-            folder / "first",
-            lengths=[1],
-            sampling=load.sampling,
-            capture=load.capture,
-            engine=engine_section(engine_json),
-        )
+        job = first_job(model, folder / "first", load, engine_json)
         engine = LazyEngine(job, tempfile.mkdtemp(dir=spools))
         start = time.perf_counter()
         llm = peer_engine(job, PEERS[peer][0]) if peer else engine.get()._llm

@@ -19,6 +19,7 @@ from random_model import SAMPLES, prompt_ids, resolved_job
 from rollout.dataset import DatasetWriter
 from rollout.engine_start import LazyEngine
 from rollout.host_memory import spool_budget
+from rollout.resolve import ResolvedJob
 from rollout.run import Run
 from rollout.storage import Storage
 
@@ -233,7 +234,19 @@ def disk_speed(folder: Path) -> float:
     return 32 * len(data) / seconds
 
 
-def engine_section(text: str) -> dict[str, Any]:
+def first_job(model: Path, folder: Path, load: Load, engine: str) -> ResolvedJob:
+    """Resolve the job that an engine is started with; what it samples then is other jobs'."""
+    return resolved_job(
+        model,
+        folder,
+        lengths=[1],
+        sampling=load.sampling,
+        capture=load.capture,
+        engine=_engine_section(engine),
+    )
+
+
+def _engine_section(text: str) -> dict[str, Any]:
     """Return the job's `engine` section: the benchmark's with what a person adds as JSON."""
     added: dict[str, Any] = json.loads(text)
     return {
